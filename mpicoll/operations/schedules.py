@@ -24,6 +24,7 @@ from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Kind, Movement
+from mpicoll.transports.selection import NEVER
 
 if TYPE_CHECKING:
     from mpicoll.transports.control import Round
@@ -252,17 +253,32 @@ class _Eager(_Meeting):
         segment = prepared.segment
         if segment is not None:
             segment.advance()  # also if an error of this rank follows: the other members go on
-        if request.before:
+        step, in_pieces = made.number if segment is None else segment.step, bool(prepared.width) and request.waited
+        apart = None if in_pieces else prepared.shared.apart(step)
+        if apart is not None:
+            note_writes(request)  # the other members wait for the parts of this rank
+        elif request.before:
             check(request)
-        if prepared.width and request.waited:
-            prepared.shared.run_rest(request.group, prepared, request.send, request.recv, request)
-        else:
+        if not in_pieces:
             try:
-                prepared.later.read(made.number if segment is None else segment.step, request.recv)
+                prepared.later.read(step, request.recv)
             except ValueError:
+                if apart is not None:
+                    raise
                 raise _changed(request) from None
-        land(request)
+        if apart is not None and not request.waited:
+            node = request.group.pair.through(prepared.kind, NEVER)
+            request.steps = node.exchange_apart(request.send, request.recv, *apart)
+            return None
+        if in_pieces or apart is not None:
+            prepared.shared.run_rest(request.group, prepared, request.send, request.recv, request)
         return None
+
+    def finish(self, request: Any) -> None:
+        """Land the result, unless the program has written the arrays before parts of them moved from where they stand."""
+        if request.wrong is not None:
+            raise request.wrong
+        land(request)
 
 
 class _AtOnce(_Eager):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import signal
 import time
 from typing import Any
 
@@ -17,7 +19,7 @@ from mpicoll.operations.prepare import scattering as prepare
 from mpicoll.operations.prepare.scattering import PreparedExchange
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.pytest_plugin import collective_raises
-from mpicoll.transports.base import EXCHANGE_BYTES
+from mpicoll.transports.base import EXCHANGE_BYTES, Kind
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -323,3 +325,143 @@ def test_split_sizes_of_another_number_of_ranks() -> None:
     for sizes in ([4 * size], [4 * size, *[0] * size]):
         with pytest.raises(RuntimeError, match="Number of tensor splits"):
             dist.all_to_all_single(output, source, input_split_sizes=sizes)
+
+
+LONG = EXCHANGE_BYTES // 24 + 1
+"""Rows of a part that has no room beside the lengths."""
+
+
+def with_long_parts(size: int, of: random.Random) -> list[list[int]]:
+    """Return how many rows each rank sends to each: none, some, or more than come with the round."""
+    return [[of.choice([0, 1, 70, of.randrange(2 * LONG), LONG]) for _ in range(size)] for _ in range(size)]
+
+
+@pytest.mark.parametrize("which", ["waits", "asynchronous", "both"])
+def test_long_parts(which: str) -> None:
+    """Long, short and empty parts of the same call arrive, in both forms, and in order with other calls under way."""
+    size, of, alone = dist.get_world_size(), random.Random(5), random.Random(dist.get_rank())
+    for turn in range(40):
+        made = Exchange(with_long_parts(size, of))
+        asynchronous = which == "asynchronous" or (which == "both" and alone.random() < 0.5)
+        x = np.ones(3)
+        work: Any = dist.all_reduce(x, async_op=True) if turn % 5 == 4 else None
+        (made.single if turn % 2 else made.lists)(async_op=asynchronous)
+        if work is not None:
+            work.wait()
+            assert (x == size).all()
+
+
+def test_long_parts_are_not_compared_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first calls the lengths of long parts come with the round, and the parts are copied once."""
+    group: Any = dist.new_group()
+    size, of = group.size(), random.Random(9)
+    for _ in range(3):
+        Exchange([[1 + i + j for j in range(size)] for i in range(size)], group).lists()
+    dist.barrier(group)  # if a member is late to read, all make the next call in the general way
+    checked: list[Any] = []
+    find = execution._check_splits
+
+    def counting(*given: Any) -> Any:
+        checked.append(given)
+        return find(*given)
+
+    monkeypatch.setattr(execution, "_check_splits", counting)
+    for turn in range(10):
+        rows = [of.choice([0, 70, LONG, 2 * LONG]) for _ in range(size)]
+        table = [[rows[i] + i + 2 * j for j in range(size)] for i in range(size)]  # on no rank all parts are equal
+        Exchange(table, group).lists(async_op=turn % 2 == 1)
+        dist.barrier(group)
+    node = group.pair.node
+    if node is not None and node.ready and node._copies_once(Kind.ALL_TO_ALL, 1 << 40):
+        assert not checked
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_long_parts_in_one_array(async_op: bool) -> None:
+    """The input may be the output, or overlap it; on some ranks only, too."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    rows, wanted = 3 * LONG, np.repeat(np.arange(float(size)), 3 * LONG)
+    for turn in range(6):
+        memory = np.full(rows * size + 8, float(me))
+        source = memory[:-8] if turn % 2 or me else np.full(rows * size, float(me))
+        output = memory[8 * (turn % 3 == 1) :][: rows * size]
+        work = dist.all_to_all_single(output, source, [rows] * size, [rows] * size, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert (output == wanted).all(), turn
+
+
+def test_lengths_of_long_parts_that_differ() -> None:
+    """A pair of a long and of a longer part is reported on all ranks before data moves, and the next exchange is right."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    table = [[LONG + i + j for j in range(size)] for i in range(size)]
+    for async_op in (False, True):
+        for _ in range(3):
+            Exchange(table).lists(async_op=async_op)
+        inputs = [np.ones(LONG) for _ in range(size)]
+        outputs = [np.full(LONG + (me == peer == size - 1), -1.0) for peer in range(size)]
+        with collective_raises(dist.CollectiveMismatchError, match=f"expects {LONG + 1} elements from rank {size - 1}"):
+            work = dist.all_to_all(outputs, inputs, async_op=async_op)
+            if work is not None:
+                work.wait()
+        assert all((each == -1).all() for each in outputs)
+    Exchange(table).lists()
+
+
+def test_long_parts_that_the_kernel_does_not_copy() -> None:
+    """Memory that a process can read and the kernel cannot copy: all parts of that call move in pieces instead."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[vvar]")]
+    if not found:
+        pytest.skip("this kernel shows no memory of its own in the process")
+    special = np.ctypeslib.as_array((ctypes.c_ubyte * 4096).from_address(int(found[0][0], 16)))
+    me, size = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group()
+    group.level = "off"  # the kernel writes that memory while the call is under way
+    for async_op in (False, False, False, True):
+        inputs = [np.full(EXCHANGE_BYTES + 5 + 10 * me + peer, 1 + me, np.uint8) for peer in range(size)]
+        outputs = [np.zeros(EXCHANGE_BYTES + 5 + 10 * peer + me, np.uint8) for peer in range(size)]
+        if me == 0:
+            inputs[1] = special
+        if me == 1:
+            outputs[0] = np.full(4096, 77, np.uint8)
+        work = dist.all_to_all(outputs, inputs, group, async_op)
+        if work is not None:
+            work.wait()
+        for peer in range(size):
+            wanted = special[-1000:] if me == 1 and peer == 0 else 1 + peer
+            assert (outputs[peer][-1000:] == wanted).all()
+    group.level = "full"
+    dist.destroy_process_group(group)
+
+
+def test_a_signal_handler_while_long_parts_wait() -> None:
+    """A handler that raises while a rank waits breaks the group; all are told, and no memory is written later."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group()
+    table = [[LONG + i + j for j in range(size)] for i in range(size)]
+    for _ in range(3):
+        Exchange(table, group).lists()
+
+    def handler(*_: Any) -> None:
+        raise KeyError("of the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    made = Exchange(table, group)
+    outputs = [np.full_like(each, -1.0) for each in made.wanted]
+    dist.barrier()
+    try:
+        if me == 0:
+            with pytest.raises(KeyError):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                dist.all_to_all(outputs, made.inputs, group)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        else:
+            time.sleep(0.4)
+            with pytest.raises(dist.GroupBrokenError):
+                dist.all_to_all(outputs, made.inputs, group)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert all((each == -1).all() for each in outputs)
+    dist.barrier()

@@ -136,7 +136,8 @@ struct SharedOperation {
     Py_ssize_t width;         /* bytes of a piece; `block` if the call has one piece only */
     int copies_once;          /* blocks move from process to process, and in pieces where the kernel does not copy them */
     int parts;                /* of a call of items of any length: how many a member sends, bytes objects or, if EXCHANGED, arrays; else 0 */
-    Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0 */
+    Py_ssize_t place;         /* bytes between the pieces for two members in the buffer of a member that sends each another block; else 0: items
+                                 of an exchange have to stand in the data of a member */
     Block *blocks;            /* room for two blocks a member */
     int64_t announced;        /* shared_places() of the last call */
     int root;
@@ -176,7 +177,7 @@ extern Known known;
 
 /* ---- what several files use ---- */
 
-/* Whether the extension moves the data of a call in several steps. */
+/* Whether the extension moves all data of a call in several steps. */
 static inline int is_in_steps(const SharedOperation *self)
 {
     return self->copies_once || self->width < self->block;
@@ -336,8 +337,21 @@ int shared_is_changed(const SharedOperation *self, const Given *arrays, PyObject
 /* The bytes of an item of a call in parts: a bytes object, or an array of an exchange. */
 Py_ssize_t shared_part_bytes(const SharedOperation *self, PyObject *item);
 int shared_parts_fit(const SharedOperation *self, const Given *wanted, PyObject *given);
-/* Return whether the arrays for the result still have the lengths that the member has written, for a step or a round. */
-int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *recv);
+/* Return whether the arrays that this member passes, or those for its result, still have the lengths that it has written for a step or a
+   round. */
+int shared_parts_are_same(const SharedOperation *self, int64_t at, PyObject *list, int receives);
+/* Return whether the items that a member sends in an exchange stand apart. */
+int shared_parts_stand_apart(const SharedOperation *self, int rank, int64_t at);
+/* Return the bytes of the largest item of an exchange that stands apart, and so moves when the members have compared the lengths; 0 if none
+   does. The same on all members. */
+Py_ssize_t shared_largest_apart(const SharedOperation *self, int64_t at);
+/* Return whether no item that would be sent from where it stands, except that of the member for itself, is in memory of the result. */
+int shared_parts_are_disjoint(const SharedOperation *self, PyObject *send, PyObject *recv);
+/* Return a number of the addresses of all arrays of an exchange, as shared_places() does. */
+int64_t shared_parts_places(PyObject *send, PyObject *recv);
+/* Make the transfer of the items that stand apart, behind the step in which the members have compared the lengths; the blocks are those of
+   the operation. */
+Transfer shared_parts_transfer(const SharedOperation *self, PyObject *send, PyObject *recv);
 void shared_write_parts(const SharedOperation *self, char *to, PyObject *send, PyObject *recv);
 /* Read what another member has written for this member into the item of a list. */
 void shared_read_part(const SharedOperation *self, const char *data, PyObject *recv, int item);

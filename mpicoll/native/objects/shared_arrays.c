@@ -217,12 +217,12 @@ static char *part_of(const SharedOperation *self, const Given *arrays, PyObject 
     return memory(PyList_GET_ITEM(given, rank));
 }
 
-Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *recv)
+/* Make the transfer of a call whose blocks are known before the call. */
+static Transfer transfer_of_blocks(const SharedOperation *self, PyObject *send, PyObject *recv)
 {
     Segment *segment = &self->segment->segment;
     Transfer transfer = {.segment = segment, .kind = SINGLE_COPY, .total = self->block, .width = self->width, .itemsize = 1,
                          .blocks = self->blocks};
-    transfer.budget = self->budget + (self->block / 2 < MOST_POLLING_NS ? self->block / 2 : MOST_POLLING_NS);
     Block *next = self->blocks;
     const int me = segment->me, copied = self->result == COPIED;
     ptrdiff_t bytes;
@@ -254,6 +254,13 @@ Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *
     return transfer;
 }
 
+Transfer shared_transfer(const SharedOperation *self, PyObject *send, PyObject *recv)
+{
+    Transfer transfer = self->parts ? shared_parts_transfer(self, send, recv) : transfer_of_blocks(self, send, recv);
+    transfer.budget = self->budget + (transfer.total / 2 < MOST_POLLING_NS ? transfer.total / 2 : MOST_POLLING_NS);
+    return transfer;
+}
+
 int64_t shared_places(const Transfer *transfer)
 {
     uint64_t found = (uint64_t)(uintptr_t)transfer->send * 31 + (uint64_t)(uintptr_t)transfer->recv;
@@ -275,7 +282,7 @@ int shared_is_apart(const SharedOperation *self, PyObject *send, PyObject *recv)
     const char *from = shared_span(self, &self->send, send, &sent), *to = shared_span(self, &self->recv, recv, &received);
     if (!overlap(from, sent, to, received))
         return 1;
-    const Transfer transfer = shared_transfer(self, send, recv);
+    const Transfer transfer = transfer_of_blocks(self, send, recv);
     const Block *writes = transfer.blocks, *reads = transfer.blocks + transfer.writes;
     const int in_place = transfer.send == transfer.recv; /* the copy of the own block changes nothing */
     if (!in_place && overlap(transfer.send, transfer.result, transfer.recv, transfer.result))

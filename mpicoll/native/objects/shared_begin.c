@@ -49,7 +49,9 @@ static int complete(SharedOperation *self, int64_t call, int64_t number, PyObjec
     if (!shared_is_agreed(self, number))
         return 2;
     const int64_t at = self->segment == NULL ? number : self->segment->segment.step + 1;
-    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv))
+    if (shared_largest_apart(self, at))
+        return 0; /* Python moves the data in steps */
+    if (is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv, 1))
         return 4;
     if (self->recv.arrays && (!self->parts || self->result == EXCHANGED) && shared_is_changed(self, &self->recv, recv, before))
         return 3;
@@ -151,7 +153,8 @@ static int is_apart(const SharedOperation *self, PyObject *const *args)
 /* Whether the input and the output are such as the call was prepared for. */
 static int fits(const SharedOperation *self, PyObject *const pair[2])
 {
-    return shared_fits(self, &self->send, pair[0], READABLE) && shared_fits(self, &self->recv, pair[1], WRITABLE);
+    return shared_fits(self, &self->send, pair[0], READABLE) && shared_fits(self, &self->recv, pair[1], WRITABLE) &&
+           shared_parts_are_disjoint(self, pair[0], pair[1]);
 }
 
 PyObject *shared_accepts(SharedOperation *self, PyObject *const *args, Py_ssize_t count)

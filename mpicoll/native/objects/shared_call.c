@@ -114,23 +114,34 @@ static int await(PyObject *const *args, Py_ssize_t count, SharedOperation *self,
     return -1;
 }
 
+/* Return a number of the addresses of the arrays of a call: that of other addresses is another one, in all likelihood. */
+static int64_t places(const SharedOperation *self, PyObject *const *args)
+{
+    if (self->parts)
+        return shared_parts_places(args[SEND], args[RECV]);
+    const Transfer now = shared_transfer(self, args[SEND], args[RECV]);
+    return shared_places(&now);
+}
+
 /* Return whether the arrays of a call are where the other members were told; else 0 and an exception. */
 static int are_in_place(const SharedOperation *self, PyObject *const *args)
 {
-    const Transfer now = shared_transfer(self, args[SEND], args[RECV]);
-    if (shared_places(&now) == self->announced)
+    if (places(self, args) == self->announced)
         return 1;
     PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
     return 0;
 }
 
-/* Copy the blocks of a call whose round is over, and whose members have announced them; the caller has copied lists. -1 and an exception:
-   the others do not come, or an array has moved, as only ndarray.resize(refcheck=False) in a signal handler can let it. */
+/* Copy the blocks of a call whose round is over, and whose members have announced them, or announce them now; the caller has copied lists.
+   -1 and an exception: the others do not come, or an array has moved, as only ndarray.resize(refcheck=False) in a signal handler can
+   let it. */
 static int move_blocks(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
 {
     Transfer transfer = shared_transfer(self, args[SEND], args[RECV]);
     int over = 0, failed = 0;
-    transfer.phase = 1;
+    transfer.phase = self->copies_once;
+    if (!self->copies_once)
+        self->announced = places(self, args);
     while (!failed && !over) {
         failed = !are_in_place(self, args);
         if (failed)
@@ -164,10 +175,10 @@ static int move_pieces(PyObject *const *args, Py_ssize_t count, SharedOperation 
     }
 }
 
-/* Move all data of a call in several steps whose round is over. */
+/* Move the data of a call in several steps, or parts that stand apart; the round is over. */
 static int move(PyObject *const *args, Py_ssize_t count, SharedOperation *self)
 {
-    return self->copies_once ? move_blocks(args, count, self) : move_pieces(args, count, self);
+    return self->copies_once || self->parts ? move_blocks(args, count, self) : move_pieces(args, count, self);
 }
 
 /* Return whether the arguments are as many as run() takes, and the module was configured. */
@@ -179,12 +190,19 @@ static int are_arguments(PyObject *const *args, Py_ssize_t count, const char *wh
     return 0;
 }
 
+/* Whether the parts of an exchange have the lengths that the members have compared. */
+static int are_as_posted(const SharedOperation *self, PyObject *const *args)
+{
+    const int64_t at = self->parts ? self->segment->segment.step : 0;
+    return !self->parts || (shared_parts_are_same(self, at, args[SEND], 0) && shared_parts_are_same(self, at, args[RECV], 1));
+}
+
 PyObject *shared_run_rest(SharedOperation *self, PyObject *const *args, Py_ssize_t count)
 {
     if (!are_arguments(args, count, "run_rest(group, prepared, send, recv, request)"))
         return NULL;
-    if (!is_in_steps(self) || !shared_fits(self, &self->send, args[SEND], READABLE) ||
-        !shared_fits(self, &self->recv, args[RECV], WRITABLE)) {
+    if (!(is_in_steps(self) || (self->parts && self->place)) || !shared_fits(self, &self->send, args[SEND], READABLE) ||
+        !shared_fits(self, &self->recv, args[RECV], WRITABLE) || !are_as_posted(self, args)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }
@@ -211,7 +229,7 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
         Py_RETURN_FALSE;
     if (!shared_fits(self, &self->send, send, READABLE) || !shared_fits(self, &self->recv, recv, WRITABLE))
         Py_RETURN_FALSE;
-    if (self->copies_once && !shared_is_apart(self, send, recv))
+    if (self->copies_once ? !shared_is_apart(self, send, recv) : !shared_parts_are_disjoint(self, send, recv))
         Py_RETURN_FALSE;
     if (segment != NULL && !segment_all_at(segment, segment->step, now_ns(), self->budget)) /* a member may still read */
         Py_RETURN_FALSE;
@@ -249,7 +267,7 @@ static PyObject *make(PyObject *const *args, Py_ssize_t count, SharedOperation *
     order->posted = order->moving = call + 1;
     if (!is_in_steps(self))
         shared_read_result(self, at, recv, 0);
-    else if (move(args, count, self) < 0) {
+    if ((is_in_steps(self) || shared_largest_apart(self, at)) && move(args, count, self) < 0) {
         withdraw(args, count, call + 1);
         return NULL;
     }

@@ -70,7 +70,7 @@ static int is_in_parts(const SharedOperation *self, Py_ssize_t room)
 {
     const int size = self->ring->ring.size;
     if (self->copies_once || self->width != self->block || self->block != self->sends || self->sends > room || self->itemsize <= 0 ||
-        (self->parts != 1 && self->parts != size) || self->sends / (Py_ssize_t)sizeof(int64_t) <= 2 * self->parts)
+        (self->parts != 1 && self->parts != size) || self->sends / (Py_ssize_t)sizeof(int64_t) <= 2 * self->parts + 1)
         return 0;
     if (self->send.arrays != 0 && self->send.arrays != self->parts)
         return 0;
@@ -82,7 +82,8 @@ static int is_in_parts(const SharedOperation *self, Py_ssize_t room)
     case LIST:
         return self->recv.arrays == size && self->parts == 1;
     case EXCHANGED:
-        return self->recv.arrays == size && self->send.arrays == size;
+        return self->recv.arrays == size && self->send.arrays == size &&
+               (self->place == 0 || (self->segment != NULL && room / SINGLE_COPY_ENTRY >= size && self->place <= room / size));
     default:
         return 0;
     }
@@ -182,7 +183,7 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->average = average;
     self->in_place = in_place;
     self->budget = budget;
-    self->copies_once = place >= 0;
+    self->copies_once = place >= 0 && parts == 0;
     self->place = place < 0 ? 0 : place;
     self->parts = parts;
     self->blocks = PyMem_Calloc(2 * (size_t)self->ring->ring.size, sizeof *self->blocks);
@@ -308,12 +309,31 @@ static PyObject *shared_read(SharedOperation *self, PyObject *args)
     PyObject *recv;
     if (!PyArg_ParseTuple(args, "LO", &at, &recv))
         return NULL;
-    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) || !shared_parts_are_same(self, at, recv)) {
+    if (at < 0 || is_in_steps(self) || !shared_fits(self, &self->recv, recv, WRITABLE) ||
+        !shared_parts_are_same(self, at, recv, 1)) {
         PyErr_SetString(PyExc_ValueError, SHARED_CHANGED);
         return NULL;
     }
     shared_read_result(self, at, recv, 0);
     Py_RETURN_NONE;
+}
+
+static PyObject *shared_apart(SharedOperation *self, PyObject *step)
+{
+    const long long at = PyLong_AsLongLong(step);
+    if (at == -1 && PyErr_Occurred())
+        return NULL;
+    const Py_ssize_t largest = at < 0 ? 0 : shared_largest_apart(self, at);
+    if (largest == 0)
+        Py_RETURN_NONE;
+    PyObject *ranks = PyList_New(0);
+    for (int rank = 0; ranks != NULL && rank < self->parts; rank++) {
+        PyObject *number = shared_parts_stand_apart(self, rank, at) ? PyLong_FromLong(rank) : NULL;
+        if (PyErr_Occurred() || (number != NULL && PyList_Append(ranks, number) < 0))
+            Py_CLEAR(ranks);
+        Py_XDECREF(number);
+    }
+    return ranks == NULL ? NULL : Py_BuildValue("nN", largest, ranks);
 }
 
 static PyMethodDef shared_methods[] = {
@@ -334,7 +354,11 @@ static PyMethodDef shared_methods[] = {
     {"run", (PyCFunction)(void (*)(void))shared_run, METH_FASTCALL,
      "Make the call: run(group, prepared, send, recv, frame[, limit, name, words]). Return False if nothing was done."},
     {"run_rest", (PyCFunction)(void (*)(void))shared_run_rest, METH_FASTCALL,
-     "Move the pieces of a call whose round Python has waited for: run_rest(group, prepared, send, recv, request)."},
+     "Move the pieces, or the parts that stand apart, of a call whose round Python has waited for:\n"
+     "run_rest(group, prepared, send, recv, request)."},
+    {"apart", (PyCFunction)shared_apart, METH_O,
+     "Return what is left of an exchange when read() has read the parts of a step: the bytes of the largest part that stands apart, and\n"
+     "the ranks whose parts do, the same on all members; None if nothing is left: apart(step)."},
     {"state", (PyCFunction)shared_state, METH_VARARGS,
      "Return 0 while the data may not be read, 1 if all members made the call, 2 if not: state(call, number, nanoseconds)."},
     {"read", (PyCFunction)shared_read, METH_VARARGS,

@@ -261,7 +261,8 @@ def _exchange(
 class PreparedExchange(PreparedOperation):
     """An exchange of parts of any size, prepared for a group: on one node the parts and their lengths come with the round.
 
-    The members compare the lengths. If these differ, or if the parts of a member are too long, all members go the general way.
+    The members compare the lengths. If these differ, all members go the general way. Parts that are too long to come with the
+    round are copied from process to process when the lengths are known, or go the general way if the kernel does not copy them.
     """
 
     __slots__ = ("_node",)
@@ -283,8 +284,10 @@ class PreparedExchange(PreparedOperation):
         self.eager_words = self._round(print_, self.nbytes + 1)
         self.later_words = (*self.eager_words[:-1], 1)  # asynchronous: so is the general way if the lengths differ
         more = {"result": "exchanged", "parts": group.size()}
-        self.shared = self._shared(group, send, recv, self.eager_words, 0, -1, **more)
-        self.later = self._shared(group, send, recv, self.later_words, 0, -1, **more)
+        copies = group.pair.through(self.kind, NEVER) is not None
+        place = self._node.in_single_copy(self.kind, NEVER)[2] if copies else -1
+        self.shared = self._shared(group, send, recv, self.eager_words, 0, place, **more)
+        self.later = self._shared(group, send, recv, self.later_words, 0, place, **more)
 
     def _bytes_sent(self, size: int, send: Any) -> int:
         return self.nbytes

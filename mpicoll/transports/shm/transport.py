@@ -314,6 +314,21 @@ class SharedMemoryTransport:
             **own,
         )
 
+    def exchange_apart(self, send: list[Array], recv: list[Array], largest: int, apart: list[int]) -> Steps:
+        """Copy parts of an exchange from process to process, when all members know the lengths of all parts.
+
+        Args:
+            send, recv: contiguous arrays for and from each member.
+            largest: bytes of the largest part that is copied.
+            apart: the members whose parts are copied.
+        """
+        me, place = self._segment.me, self._place()
+        sent, received = ([_bytes(each.reshape(-1)) for each in arrays] for arrays in (send, recv))
+        own = {"send": sent[me], "recv": received[me]} if me in apart else {}
+        writes = [(me, rank * place, part, rank) for rank, part in enumerate(sent) if rank != me] if own else []
+        reads = [(rank, me * place, received[rank]) for rank in apart if rank != me]
+        yield self._transfer("single copy", largest, place, writes=writes, reads=reads, **own)
+
     def _blocks(self, move: Movement) -> _Blocks:
         """Return the blocks of a member."""
         me, size, kind, root = self._segment.me, self._segment.size, move.kind, move.root
