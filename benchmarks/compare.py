@@ -55,6 +55,10 @@ LEAST = 5
 
 ONE, TWO, PARTS = "x = array({n})", "x, y = array({n}), array({n})", "x, y = array({n} // size), array({n})"
 LISTS = "x, y = array({n} // size), [array({n} // size) for _ in range(size)]\nat_root = y if dist.get_rank() == 0 else None"
+SPLITS = (  # rank i sends to rank j as much as rank j sends to rank i, and to each rank another number of elements
+    "sizes = [max(1, {n} * (1 + (dist.get_rank() + j) % size) * 2 // (size * (size + 1))) for j in range(size)]\n"
+    "x, y = array(sum(sizes)), array(sum(sizes))"
+)
 LARGE = "1 KiB, 64 KiB, 1 MiB, 64 MiB"
 # Name; code that is run once on each rank; the statement that is timed; bytes of the largest array.
 KINDS = (
@@ -76,6 +80,13 @@ KINDS = (
     ("all_gather", PARTS, "dist.all_gather_into_tensor(y, x)", LARGE),
     ("reduce_scatter", PARTS, "dist.reduce_scatter_tensor(x, y)", LARGE),
     ("all_to_all_single", TWO, "dist.all_to_all_single(y, x)", LARGE),
+    ("all_to_all_single splits", SPLITS, "dist.all_to_all_single(y, x, sizes, sizes)", "8 B, 384 KiB, 6 MiB"),
+    (
+        "all_to_all_single splits async",
+        SPLITS,
+        "dist.all_to_all_single(y, x, sizes, sizes, async_op=True).wait()",
+        "384 KiB",
+    ),
     ("gather list", LISTS, "dist.gather(x, at_root, 0)", "8 B, 1 MiB, 64 MiB"),
     ("scatter list", LISTS, "dist.scatter(x, at_root, 0)", "8 B, 1 MiB, 64 MiB"),
     ("barrier", "", "dist.barrier()", ""),

@@ -30,6 +30,7 @@ from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import EXCHANGE_BYTES, SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
 from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
+from mpicoll.transports.mpi.lengths import compare_lengths
 from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
 NATIVE_BYTES = 32 * 1024 * 1024
@@ -238,26 +239,22 @@ def _finish(call: CallDescription, after: Callable[[], None] | None) -> None:
 
 
 def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Steps:
-    """Exchange the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected.
+    """Compare the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected.
 
     Either end of a block may be wrong, so the report has both.
     """
     assert move.send is not None
     assert move.recv is not None
-    size, data = group.size(), group.pair.data
+    size = group.size()
 
     def counts(buffer: Any, given: Any) -> Any:
         return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
 
     sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
-    sent = np.empty(size, np.int64)
-    yield data.Ialltoall(sends, sent)
-    bad = np.array([(sent != expects).any()], np.int64)
-    yield data.Iallreduce(MPI.IN_PLACE, bad, MPI.MAX)
-    if not bad[0]:
+    found = yield from compare_lengths(group.pair.data, sends, expects)
+    if found is None:
         return
-    expected = np.empty(size, np.int64)
-    yield data.Ialltoall(expects, expected)
+    sent, expected = found
     words = [
         f"{mine} {n[peer]} element{'s' if n[peer] != 1 else ''} {what} rank {group.ranks[peer]}, which {theirs} {other[peer]}"
         for mine, n, what, theirs, other in (

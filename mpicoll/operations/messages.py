@@ -79,7 +79,9 @@ def move_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool, 
         if again is None or again.rank is not rank or again.tag is not tag:
             again = _find(cache, tensor, rank, tag, receives)
         frame = _frame(depth)
-    except (AttributeError, ValueError):  # no group, or not a member; called from C
+    except (AttributeError, ValueError) as error:  # no group, or not a member; called from C
+        if handler_calls.raised(error) is not None:
+            raise
         return False
     if again is None or _inside or (extension is None and (_pending or _claims)):
         return False  # without the extension, nothing here compares memory or progresses other requests

@@ -8,6 +8,8 @@ start makes a :class:`mpicoll.operations.request.Request`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -28,13 +30,12 @@ from mpicoll.operations.schedules import (
     EAGER,
     IN_SHARED_MEMORY,
     MEETING,
+    NONBLOCKING,
     THROUGH_PLAN,
     UNCOMPARED,
-    check,
-    finish,
-    land,
+    finish_copies,
+    move_into_copies,
     movement,
-    note_writes,
 )
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import CallSite
@@ -83,6 +84,7 @@ class PreparedOperation:
     __slots__ = (
         "_named",
         "_way",
+        "_way_later",
         "agreement",
         "alias",
         "apart",
@@ -142,7 +144,8 @@ class PreparedOperation:
         print_ = execution.plain_print(group, self.op, self.fingerprint)
         self.words = self._round(print_)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
-        self._way = select(Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven))
+        facts = Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven)
+        self._way, self._way_later = select(facts), select(replace(facts, nonblocking=True))
         # In a reduction the blocks stand one behind the other.
         through_mpi = self._way is Way.BLOCKING and not self.mpi_op
         self.apart = group.pair.native.apart_from(kind) if through_mpi else NEVER
@@ -303,29 +306,12 @@ class PreparedOperation:
 
     def steps(self, request: Request) -> Steps:
         """Return the steps of the general way: members make the call in different ways, or a member is late."""
-        group, recv = request.group, request.recv
-        copied = bool(request.before) and request.spread is None and not is_sampled(recv)
-        if request.spread is None and not copied:
-            note_writes(request)
-        if copied:  # the program may write its array until the end, which is found then
-            own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
-            request.send, request.recv = own if request.send is recv else request.send, own
-        agreed = request.agreed
+        group, agreed = request.group, request.agreed
+        move_into_copies(request)
         # In shared memory the arrays of a list may stand apart, whatever their size.
         moves_lists = self.lists and agreed is not None and not agreed.device
         node = group.pair.through(self.kind, agreed.block_bytes) if moves_lists else None
-        move = movement(request, node is not None and node.ready)
-
-        def after() -> None:
-            finish(request)
-            if copied or (request.before and request.spread is not None):
-                check(request)
-            if copied:
-                own, request.recv = request.recv, recv
-                for array, moved in zip(recv, own, strict=True) if isinstance(recv, list) else ((recv, own),):
-                    array[...] = moved
-            land(request)
-
+        move, after = movement(request, node is not None and node.ready), partial(finish_copies, request)
         if request.words is None:
             return execution.move_uncompared(group, request.call, move, request.number, None, None, after, None)
         assert agreed is not None
@@ -387,8 +373,8 @@ class PreparedOperation:
             schedule = UNCOMPARED if waited and self.plan_key[:2] in group.own_plans else None
         elif eager or in_segment:
             schedule = at_once if eager else EAGER
-        elif waited or (self._way is Way.SHARED_MEMORY and spread is None and (not before or is_sampled(recv))):
-            schedule = self._schedule(group)
+        else:
+            schedule = self._schedule(group, request)
         request.start_prepared(self, number, words, schedule)
         return request
 
@@ -447,14 +433,17 @@ class PreparedOperation:
             and not (group.level == "roll" and group.calls % EVERY == 0)
         )
 
-    def _schedule(self, group: ProcessGroup) -> Any:
-        """Return the schedule of a call that is waited for, if all members wait for it; None: the general way."""
-        way = self._way
+    def _schedule(self, group: ProcessGroup, request: Request) -> Any:
+        """Return the schedule of a call, if all members make it as this member does; None: the general way."""
+        way = self._way if request.waited else self._way_later
         if way is Way.ROUND:
             return MEETING
         if way is Way.SHARED_MEMORY:
             node = group.pair.through(self.kind, self.nbytes)
-            return IN_SHARED_MEMORY if node is not None and node.ready else None
+            in_place = request.spread is None and (not request.before or is_sampled(request.recv))
+            return IN_SHARED_MEMORY if node is not None and node.ready and in_place else None
+        if way is Way.NONBLOCKING:
+            return NONBLOCKING
         if way is Way.PERSISTENT:
             return THROUGH_PLAN if self.plan_key in group.plans else None
         return BLOCKING if way is Way.BLOCKING else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpicoll.checks.memory_in_use import written
-from mpicoll.checks.memory_ranges import differ, seal
+from mpicoll.checks.memory_ranges import differ, is_sampled, seal
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.errors import DistError
 from mpicoll.memory.arithmetic import without_warnings
@@ -188,6 +188,42 @@ def land(request: Any) -> None:
         raise
 
 
+def move_into_copies(request: Any) -> None:
+    """Let the result of an asynchronous call move into memory of the library if all its bytes are compared until the end.
+
+    The program may write its arrays until then. A write of other arrays is noted now, as they move where they stand.
+    """
+    recv = request.recv
+    if not _is_copied(request):
+        if request.spread is None:
+            note_writes(request)
+        return
+    own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
+    request.send, request.recv = own if request.send is recv else request.send, own
+
+
+def finish_copies(request: Any) -> None:
+    """Finish and land the result of a call that began with :func:`move_into_copies`. An error concerns this rank only."""
+    try:
+        finish(request)
+        copied = _is_copied(request)
+        if copied or (request.before and request.spread is not None):
+            check(request)
+        if copied:
+            own, into = request.recv, request.arrays
+            request.recv = into
+            for array, moved in zip(into, own, strict=True) if isinstance(own, list) else ((into, own),):
+                array[...] = moved
+    except Exception as error:
+        request.call.error = error
+        raise
+    land(request)
+
+
+def _is_copied(request: Any) -> bool:
+    return bool(request.before) and request.spread is None and not is_sampled(request.arrays)
+
+
 class Sealed:
     """What a request waits for, until the next test: that compares the arrays, which the program may have written meanwhile."""
 
@@ -210,7 +246,7 @@ class _Meeting:
     """
 
     at_once = False
-    blocking_form = True
+    blocking_form = False
 
     def put(self, request: Any, number: int) -> None:
         """Write nothing."""
@@ -306,8 +342,6 @@ class _AtOnce(_Eager):
 class _InSharedMemory(_Meeting):
     """The data moves through a segment, in several steps, in the same way whether members wait at once or later."""
 
-    blocking_form = False
-
     def start(self, request: Any) -> Any:
         """Give the request the steps."""
         prepared: Any = request.prepared
@@ -372,7 +406,27 @@ class _Blocking(_InSharedMemory):
         return None
 
 
-MEETING, EAGER, AT_ONCE = _Meeting(), _Eager(), _AtOnce()
+class _Nonblocking(_Meeting):
+    """One nonblocking call of MPI, whether members wait at once or later."""
+
+    def start(self, request: Any) -> Any:
+        """Post the call of MPI. Unless this rank waits, the next call of the group may move its data from now on."""
+        prepared, pair, made = request.prepared, request.group.pair, request.round
+        made.release()  # later calls of the group may use the place of the round
+        request.round = None
+        move_into_copies(request)
+        waiting.transfer_hint(prepared.nbytes * (1 if prepared.root < 0 and prepared.mpi_op else request.group.size()))
+        moving = pair.native.nonblocking(movement(request))
+        if not request.waited:
+            pair.agreement.order.pass_on(request.number)
+        return moving
+
+    def finish(self, request: Any) -> None:
+        """Finish the result."""
+        finish_copies(request)
+
+
+MEETING, EAGER, AT_ONCE, NONBLOCKING = _Meeting(), _Eager(), _AtOnce(), _Nonblocking()
 IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
 UNCOMPARED = _Uncompared()
 

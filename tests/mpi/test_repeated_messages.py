@@ -219,3 +219,28 @@ def test_two_lines_that_alternate(count: int, group: Any) -> None:
             assert (x == turn).all()
             x[...] = 0
     dist.barrier()
+
+
+@pytest.mark.parametrize("kind", [ValueError, AttributeError])
+def test_a_handler_that_raises_while_the_call_site_is_found(
+    kind: type[Exception], group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a signal handler is raised, and no message is sent or received; the next message arrives."""
+    x = np.zeros(INSIDE)
+    learn(x, group)
+
+    def handler(*_: Any) -> None:
+        raise kind("of the handler")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(messages, "_frame", lambda _: signal.raise_signal(signal.SIGUSR1))
+            if dist.get_rank() < 2:
+                with pytest.raises(kind, match="of the handler"):
+                    make(x, group)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    x[:] = 5.0 if dist.get_rank() == 0 else 0.0
+    make(x, group)
+    assert dist.get_rank() > 1 or (x == 5).all()

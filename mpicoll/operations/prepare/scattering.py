@@ -322,7 +322,7 @@ class PreparedExchange(PreparedOperation):
         uneven, detail, largest = _sizes(request)
         return (*words[:3], int(uneven), largest, detail, detail if detail == NOTHING else -detail, *words[7:])
 
-    def _schedule(self, group: ProcessGroup) -> Any:
+    def _schedule(self, group: ProcessGroup, request: Request) -> Any:
         return None
 
 
