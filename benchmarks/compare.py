@@ -56,8 +56,8 @@ LEAST = 5
 ONE, TWO, PARTS = "x = array({n})", "x, y = array({n}), array({n})", "x, y = array({n} // size), array({n})"
 LISTS = "x, y = array({n} // size), [array({n} // size) for _ in range(size)]\nat_root = y if dist.get_rank() == 0 else None"
 SPLITS = (  # rank i sends to rank j as much as rank j sends to rank i, and to each rank another number of elements
-    "sizes = [max(1, {n} * (1 + (dist.get_rank() + j) % size) * 2 // (size * (size + 1))) for j in range(size)]\n"
-    "x, y = array(sum(sizes)), array(sum(sizes))"
+    "sizes = [max(1, {n} // 4 * (1 + (dist.get_rank() + j) % size) // (size * (size + 1))) for j in range(size)]\n"
+    "x, y = array(8 * sum(sizes)), array(8 * sum(sizes))"
 )
 LARGE = "1 KiB, 64 KiB, 1 MiB, 64 MiB"
 # Name; code that is run once on each rank; the statement that is timed; bytes of the largest array.

@@ -248,7 +248,7 @@ class PreparedOperation:
 
     def moves_lists(self, send: Any, recv: Any) -> bool:
         """Return whether an asynchronous call of such lists can be started as it was prepared."""
-        return self.in_shared_memory
+        return self.in_shared_memory or self._way_later is Way.NONBLOCKING
 
     @property
     def in_one_step(self) -> bool:
