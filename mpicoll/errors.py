@@ -83,17 +83,29 @@ def unseen() -> list[BaseException]:
 def before_c(error: BaseException) -> BaseException:
     """Return the error that code in C++ has raised again, or ``error`` itself; an uncaught exception shows this error."""
     alone = error.__cause__ is None and error.__context__ is None
-    if type(error) is RuntimeError and alone and str(error).startswith(RAISED_AGAIN):
-        text = str(error)
+    text = message_of(error) if type(error) is RuntimeError and alone else ""
+    if text.startswith(RAISED_AGAIN):
         for found in _passed_to_c:
-            if f"{type(found).__name__}: {found}" in text:
+            if _text(found) in text:
                 error = found.with_traceback(error.__traceback__)
                 break
-    shown = "\n".join(f"{type(each).__name__}: {each}" for each in chain_of(error))
+    shown = "\n".join(map(_text, chain_of(error))) if _unseen else ""
     for each in [*_unseen]:
-        if f"{type(each).__name__}: {each}" in shown:
+        if _text(each) in shown:
             _unseen.remove(each)
     return error
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {message_of(error)}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error of the program, whose ``__str__`` may raise; then as Python's tracebacks do."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def chain_of(error: BaseException | None) -> list[BaseException]:
@@ -283,7 +295,7 @@ class LaunchError(DistError):
 
 def in_one_line(error: BaseException) -> str:
     """Return an exception's message in one line: its first line, or the headline of its report."""
-    lines = str(error).splitlines() or [""]
+    lines = message_of(error).splitlines() or [""]
     report = error.report if isinstance(error, DistError) and len(lines) > 1 else None
     return lines[0] if report is None else str(report.one_line())
 
@@ -317,7 +329,7 @@ def reason_of(error: BaseException, *, whole: bool = False) -> str:
     cause = cause_among(error) if whole and of_program else ""
     try:
         reported = isinstance(error, DistError) and error.report is not None
-        text = str(error) if whole and not reported and not cause else in_one_line(error)
+        text = message_of(error) if whole and not reported and not cause else in_one_line(error)
     except Exception:  # of a class whose __str__ raises
         return kind + cause
     return (kind if not text else f"{kind}: {text}" if whole or of_program else text) + cause

@@ -50,6 +50,9 @@ FAILS_WITHIN = 0.3
 DESTROYED_EVERY = 0.25
 """Seconds between two looks for members that have destroyed the group."""
 
+REFUSED_WARN = 5.0
+"""Seconds, or ``MPICOLL_STALL_WARN`` if less, until a wait is reported at whose end this rank raises an error of its own."""
+
 DOOMED_AFTER = 0.1
 """Seconds after which the waits of a rank that has failed end."""
 
@@ -86,7 +89,8 @@ class CallWait:
         self.limit = limit
         self.peer = peer  # global rank that this point-to-point call waits for; None: all members; -1: any source
         self.tag = tag
-        self.stall_warn = job_state.job().settings.stall_warn
+        warn = job_state.job().settings.stall_warn
+        self.stall_warn = warn if call.error is None else min(warn, REFUSED_WARN)
         self.began = time.time()
         self.looks = 0  # number of tests after which the wait was not over
         self.noted = False  # the wait is on the node board
@@ -227,7 +231,8 @@ class CallWait:
         """Return the report of a call that cannot complete because of ``causes``."""
         mine = entry_of(self.call, job_state.job().world.rank())
         gone = join(run for entry in causes for run in entry.ranks)
-        waits = [RankState(mine.ranks, state="waits", waited=(waited, waited)), *self._beside(mine, gone)]
+        own = RankState(mine.ranks, state="waits", waited=(waited, waited), problem=mine.problem)
+        waits = [own, *self._beside(replace(mine, problem=""), gone)]
         members = runs_of(self.meets()[1])
         return kind(mine, self.group.display, members, table_of([*causes, *waits]), self.AFTERWARDS)
 
@@ -354,7 +359,7 @@ class CallWait:
         wanted = members if self.peer is None or self.peer < 0 else (self.peer,)
         answers, came = board.ask(name, wanted), self.came()
         noted = self._noted() if None in answers.values() else {}
-        arrived = [board.rank]
+        mine, arrived = entry_of(self.call, board.rank), [board.rank]
         unheard: list[int] = []
         late, silent, left, computing = [], [], [], []
         for rank, where in answers.items():
@@ -383,9 +388,9 @@ class CallWait:
             *_largest(left, RankState((), state="exited")),
             *_largest(computing, RankState((), state="unheard")),
             *([RankState(runs_of(unheard), state="unheard")] if unheard else []),
-            RankState(runs_of(arrived), state="waits", waited=(waited, waited)),
+            RankState(mine.ranks, state="waits", waited=(waited, waited), problem=mine.problem),
+            *([RankState(runs_of(arrived[1:]), state="waits", waited=(waited, waited))] if arrived[1:] else []),
         ]
-        mine = entry_of(self.call, board.rank)
         report = time_limit(
             mine,
             self.group.display,

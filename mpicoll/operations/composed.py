@@ -77,6 +77,7 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
             return agreed
         except BaseException as error:
             execution.leave_begun(group, call, limit, error)
+            execution.raise_own(call, error)
             raise
 
 

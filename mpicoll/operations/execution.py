@@ -17,7 +17,7 @@ from mpicoll.checks.agreement import meet
 from mpicoll.checks.levels import EVERY
 from mpicoll.checks.mismatch import explain
 from mpicoll.diagnosis.call import CallDescription, fingerprint
-from mpicoll.errors import CollectiveMismatchError
+from mpicoll.errors import CollectiveMismatchError, DistError
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.operations.failures import BlockingCall, in_child, refuse_handler
@@ -300,7 +300,18 @@ def run(
             return issue(group, call, move, number, outputs, async_op, limit, ready, before, after)
         except BaseException as error:
             leave_begun(group, call, limit, error)
+            raise_own(call, error)
             raise
+
+
+def raise_own(call: CallDescription, error: BaseException) -> None:
+    """Raise the error of this rank's arguments if the wait for the other members has ended otherwise: it would be lost."""
+    own = call.error
+    if own is None or own is error or not isinstance(error, DistError):
+        return
+    error.__traceback__ = None  # of lines of this library only
+    own.__suppress_context__ = False  # tracebacks show the error of the wait first
+    raise own
 
 
 def leave_begun(group: ProcessGroup, call: CallDescription, limit: float, error: BaseException) -> None:

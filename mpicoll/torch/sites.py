@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -14,8 +15,8 @@ import typing_extensions
 from mpicoll.runtime.call_site import PACKAGE, find_frame_outside, pass_through
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings) if module.__file__)
-"""Files of the function that is around each deprecated function of torch."""
+_WRAPPERS = tuple(module.__file__ for module in (typing_extensions, warnings, contextlib) if module.__file__)
+"""Files of the functions that are around each deprecated function of torch, and around its context managers."""
 _GENERATED = (
     "<eval_with_key>",
     os.path.join(tempfile.gettempdir(), "torchinductor_"),

@@ -437,6 +437,38 @@ except dist.PeerFailedError as error:
     assert "job.py:10" in job.out[0], job
 
 
+def test_a_failure_whose_text_raises() -> None:
+    """An exception whose ``__str__`` raises is shown as Python shows it, by the program's own hook; its peers hear of it."""
+    job = run_job(
+        """
+import sys
+found = sys.excepthook
+def hook(*failure):
+    print("hook", file=sys.stderr)
+    found(*failure)
+sys.excepthook = hook
+"""
+        + HEAD
+        + """
+class Bad(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+if r == 1:
+    raise Bad
+dist.barrier()
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "hook" in job.err[1], job
+    assert "Error in sys.excepthook" not in job.err[1], job
+    assert "Bad: <exception str() failed>" in job.err[1], job
+    assert "rank 1 failed: Bad: <exception str() failed>" in job.err[0], job
+
+
 def test_system_exit_that_is_raised() -> None:
     """``raise SystemExit(main())`` is an exit as sys.exit is, where Python tells of it."""
     source = """

@@ -385,6 +385,43 @@ except (ValueError, dist.CollectiveMismatchError) as error:
     assert "timeout must be positive" in job.out[0], job
 
 
+@pytest.mark.parametrize("call", ["dist.all_reduce(x, timeout=3)", "dist.all_gather_object([None] * 2, lambda: 0)"])
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ("time.sleep(3)", "CollectiveTimeoutError"),
+        ("dist.recv(x, 0)", "DeadlockError"),
+        ("sys.exit(0)", "PeerExitedError"),
+        ("raise KeyError('no data')", "PeerFailedError"),
+    ],
+)
+def test_wrong_arguments_while_another_rank_does_not_come(other: str, error: str, call: str) -> None:
+    """A rank whose call refuses its arguments raises its own error, whatever ends the wait, and every report has that error."""
+    job = run_job(
+        HEAD
+        + f"""
+dist.init_process_group(timeout=timedelta(seconds=2))
+x = np.ones(3)
+if dist.get_rank() == 1:
+    {other}
+{call}
+""",
+        2,
+        limit=20,
+        env={"MPICOLL_STALL_WARN": "1"},
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    before, _, after = job.err[0].partition("During handling of the above exception")
+    own = "TypeError: Expected timeout argument" if "timeout" in call else "PicklingError: "
+    assert f"mpicoll.errors.{error}: " in before, job
+    assert f", raised {own}" in " ".join(before.replace("[rank 0]", "").split()), job
+    assert "next: correct the arguments on rank 0" in before, job
+    assert own in after, job
+    if error == "CollectiveTimeoutError":
+        assert "mpicoll: rank 0 has waited 1 s in " in before, job
+
+
 @pytest.mark.slow
 def test_a_traceback_that_the_program_asked_for() -> None:
     """faulthandler.dump_traceback_later is the program's: starting MPI leaves it alone."""

@@ -339,6 +339,33 @@ def test_a_handler_that_raises_while_an_object_is_pickled() -> None:
     assert came == list(range(size))
 
 
+class Calls:
+    """An object whose pickling makes a collective."""
+
+    def __reduce__(self) -> Any:
+        dist.barrier()
+        return str, ()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_object_whose_pickling_makes_a_call() -> None:
+    """The report of the call that could not be prepared does not blame its arguments, and has the headline of the first error."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    came: list[Any] = [None] * size
+    with pytest.raises(dist.CollectiveMismatchError) as first:
+        dist.all_gather_object(came, Calls() if me == 0 else me)
+    assert "its ranks made different calls" in str(first.value)
+    if me:  # rank 0 made two calls above
+        with pytest.raises(
+            dist.CollectiveMismatchError, match="an error between ranks ended the call on rank 0"
+        ) as caught:
+            dist.barrier()
+        assert "arguments" not in str(caught.value)
+        assert "the error on rank 0 is about the calls of several ranks" in str(caught.value).replace("\n        ", " ")
+    dist.all_gather_object(came, me)
+    assert came == list(range(size))
+
+
 class Signals:
     """An object whose pickling sends this process a signal."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import mpicoll
 from mpicoll.pytest_plugin import collective_raises
@@ -356,6 +356,20 @@ def test_reports_name_the_part_of_torch() -> None:
                 model(torch.ones(2, 4)).sum().backward()
             else:
                 dist.all_reduce(torch.ones(3))
+
+
+def test_a_call_in_a_context_manager_of_torch() -> None:
+    """The place of a call that a context manager of torch makes is the line of the program's ``with``."""
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with collective_raises(mpicoll.CollectiveMismatchError) as caught:
+        if dist.get_rank():
+            dist.all_reduce(torch.ones(3))
+        else:
+            with FullyShardedDataParallel.summon_full_params(model):
+                pass
+    sites = {row["op"]: row["site"] for row in caught.value.calls}
+    assert "all_reduce" in sites
+    assert all("test_calls.py" in site for site in sites.values()), sites
 
 
 @pytest.mark.filterwarnings("error")

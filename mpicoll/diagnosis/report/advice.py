@@ -26,6 +26,14 @@ CORRECT_ARGUMENTS = Message(
     "correct the arguments on {ranks}; nothing is wrong with the calls of the other ranks",
     "Ranks passed arguments that the call refuses.",
 )
+CORRECT_FIRST = Message(
+    "correct the arguments on {ranks}: the call raises there when the other ranks have made it",
+    "A wait that does not end: a rank made the call with arguments that it refused.",
+)
+ANOTHER_ERROR = Message(
+    "; the error on {ranks} is another one",
+    "Follows the message before if another rank has failed with an error of its own.",
+)
 SAME_SPLITS = Message(
     "make what the sender sends and what the receiver expects alike: for each pair of ranks, input_split_sizes and "
     "output_split_sizes, or the arrays of both lists; either may be wrong",
@@ -40,6 +48,10 @@ DIFFERENT_FUNCTIONS = Message(
 SKIPPED = Message(
     "if the arguments are intended, {ranks} skipped or repeated a call before; else ",
     "Precedes one of the following, if the calls that differ are in different lines of the program.",
+)
+IN_A_LOOP = Message(
+    "; if the arguments are intended, {ranks} skipped or repeated a call before",
+    "Follows one of the following, if one line makes the calls that differ, and is not at its first call.",
 )
 MAKE_ALIKE = Message("make these parts alike on all ranks: {parts}", "The calls differ in several parts.")
 SAME_DTYPE = Message("pass the same dtype on all ranks", "The dtypes differ, and no dtype has most ranks.")
@@ -170,7 +182,10 @@ CAUSE_IS_THERE = Message(
     "Ranks failed with an error of their own, or were killed.",
 )
 
-_BETWEEN_RANKS = (
+_OF_ARRAYS = frozenset({"dtype", "elements", "blocks", "layout", "objects"})
+"""Parts of a call that follow from its arrays: they differ if a rank is at another turn of a loop."""
+
+BETWEEN_RANKS = (
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DeadlockError",
@@ -205,6 +220,8 @@ def after_mismatch(
     """
     ranks = name_runs(odd, _WIDTH) if odd else "the ranks"
     lacking = {row.lacks for row in rows if row.problem}
+    if lacking and all(row.problem.startswith(BETWEEN_RANKS) for row in rows if row.problem):
+        return COMPARE_CALLS(ranks=ranks)
     if lacking:
         message = {"memory": FREE_MEMORY, "GPU": FIND_GPU_ERROR}.get(next(iter(lacking)), CORRECT_ARGUMENTS)
         return (message if len(lacking) == 1 else CORRECT_ARGUMENTS)(ranks=ranks)
@@ -213,14 +230,16 @@ def after_mismatch(
     names = frozenset().union(*differs)
     if "function" in names:
         return DIFFERENT_FUNCTIONS.text
-    first = SKIPPED(ranks=ranks) if len({(row.site, row.called_from) for row in (expected, *rows)}) > 1 else ""
+    elsewhere = len({(row.site, row.called_from) for row in (expected, *rows)}) > 1
+    first = SKIPPED(ranks=ranks) if elsewhere else ""
+    last = IN_A_LOOP(ranks=ranks if odd else "a rank") if not elsewhere and expected.seq > 1 and names <= _OF_ARRAYS else ""
     if len(names) > 1:
-        return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names)))
+        return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names))) + last
     name = next(iter(names), "")
     dtype = dict(expected.key).get("dtype", "")
     if name == "dtype" and not dtype.startswith(("[", "{")):  # structured arrays cannot be cast
-        return first + (CAST(ranks=ranks, dtype=dtype) if odd else SAME_DTYPE.text)
-    return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks)
+        return first + (CAST(ranks=ranks, dtype=dtype) if odd else SAME_DTYPE.text) + last
+    return first + _BY_PART.get(name, SAME_PART)(part=name or "options", ranks=ranks) + last
 
 
 def after_arrival(differs: Mapping[str, Runs], otherwise: str) -> str:
@@ -240,6 +259,9 @@ def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:
     entries = [entry for entry in waits if entry.state == "waits"]
     point_to_point = [entry for entry in entries if entry.peer is not None]
     anyone = join(run for entry in entries if entry.peer == -1 for run in entry.ranks)
+    refused = _refused(entries)
+    if refused:
+        return refused
     if gone and anyone:
         return NO_RANK_SENDS(ranks=name_runs(anyone, _WIDTH), n=Plural(count(anyone)))
     if gone:
@@ -263,6 +285,10 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
         unasked: how many ranks were not asked; these ranks may be late, too.
         behind: whether this rank's GPU has not reached the call yet; None if its arrays are on the host.
     """
+    rows = [*rows]
+    refused = _refused(rows)
+    if refused:
+        return refused
     if not late:
         if unasked:
             return READ_OTHERS.text
@@ -278,13 +304,23 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
     return message(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks)))
 
 
-def after_exit(gone: Runs) -> str:
-    """Return what to do about ranks that ended early."""
-    return WHY_ENDED(ranks=name_runs(gone, _WIDTH))
+def _refused(rows: Iterable[RankState]) -> str:
+    """Return what to do about waiting ranks that have refused the arguments of their calls; "" if there are none."""
+    ranks = join(run for row in rows if row.state == "waits" and row.problem for run in row.ranks)
+    return CORRECT_FIRST(ranks=name_runs(ranks, _WIDTH)) if ranks else ""
 
 
-def after_failure(gone: Runs, problem: str = "") -> str:
-    """Return what to do about ranks that failed, the first with ``problem``."""
+def after_exit(rows: Iterable[RankState], gone: Runs) -> str:
+    """Return what to do about ranks that ended early; ``rows``: the states of the ranks."""
+    refused = _refused(rows)
+    return (f"{refused}; " if refused else "") + WHY_ENDED(ranks=name_runs(gone, _WIDTH))
+
+
+def after_failure(rows: Iterable[RankState], gone: Runs, problem: str = "") -> str:
+    """Return what to do about ranks that failed, the first with ``problem``; ``rows``: the states of the ranks."""
+    refused = _refused(rows)
+    if refused:
+        return refused + ANOTHER_ERROR(ranks=name_runs(gone, _WIDTH))
     _, _, cause = problem.partition(CAUSED_BY)
-    between = problem.startswith(_BETWEEN_RANKS) or cause.startswith(_BETWEEN_RANKS)
+    between = problem.startswith(BETWEEN_RANKS) or cause.startswith(BETWEEN_RANKS)
     return (COMPARE_CALLS if between else CAUSE_IS_THERE)(ranks=name_runs(gone, _WIDTH))

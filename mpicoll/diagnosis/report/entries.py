@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.text_layout import clip, columns, short_paths
+from mpicoll.errors import DistError, in_one_line, message_of
 from mpicoll.runtime.call_site import caller_of
 from mpicoll.transports.control import NOTHING
 
@@ -246,11 +247,16 @@ def entry_of(
         group=group,
         asynchronous=call.asynchronous,
         state=state,
-        problem="" if error is None else f"{type(error).__name__}: {error}",
+        problem="" if error is None else _problem_of(error),
         needs=needs,
         peer=peer,
         waited=None if waited is None else (waited, waited),
     )
+
+
+def _problem_of(error: Exception) -> str:
+    # Of a report the headline: its rows are about another call.
+    return f"{type(error).__name__}: {in_one_line(error) if isinstance(error, DistError) else message_of(error)}"
 
 
 _DTYPE = re.compile(

@@ -80,7 +80,7 @@ class Report:
     def calls(self) -> list[dict[str, Any]]:
         """The rows of the table as dicts. A row that waits and names no call has the call of the headline."""
         rows = [
-            replace(self.waiting, ranks=row.ranks, state=row.state, waited=row.waited)
+            replace(self.waiting, ranks=row.ranks, state=row.state, waited=row.waited, problem=row.problem)
             if self.waiting is not None and row.state == "waits" and not row.op
             else row
             for row in _ordered(self)
@@ -227,6 +227,11 @@ FAILED = Message("failed: {problem}", "An exception ended the rank's program.")
 KILLED = Message("{n:was/were} killed: {problem}", "A signal ended the rank's process.")
 LAST_CALL = Message(", last call {call}", "Follows the state of a rank that is in no call, or has ended.")
 LAST_KNOWN = Message(", last known call {call}", "Follows the state of a rank that is late.")
+REFUSED = Message(
+    ", raised {problem}",
+    "Follows the call of a waiting rank that made the call with arguments that it refused. The rank raises that error when the "
+    "other ranks have made the call, or when its wait ends.",
+)
 NEEDS = Message(", needs {needs}", "The ranks, or the message, that a waiting rank waits for.")
 WAITED = Message(
     ", waited {seconds} s", "How long the rank has waited: the least and the most of the ranks of the row."
@@ -251,6 +256,7 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
         text = message(call=call, problem=row.problem) if row.problem else call
     elif row.state == "waits":
         text = call if report.kind in ("deadlock", "calls") else WAITS(n=n, call=call or "this call")
+        text += REFUSED(problem=row.problem) if row.problem else ""
     elif row.state == "unheard":
         text = STARTED(problem=row.problem) if row.problem else UNHEARD(n=n)
     elif report.kind == "calls":

@@ -40,6 +40,11 @@ GPU_FAILED = Message(
     "The CUDA context of some members was lost through an earlier error.",
     "find the kernel that failed before the call; CUDA works again only in a new process",
 )
+NOT_PREPARED = Message(
+    "call {seq} on group {group} ({members}): an error between ranks ended the call on {ranks}",
+    "While some members prepared the call, code of the program made another call that failed, such as `__reduce__` of an object.",
+    "read the error on these ranks; the rows hold its first line",
+)
 BLOCKS_DIFFER = Message(
     "call {seq} on group {group} ({members}): blocks of {ranks} do not fit: {first}",
     "A member of an `all_to_all` or `all_to_all_single` sends another number of elements than the receiver expects. All members "
@@ -157,6 +162,8 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
         message = NO_MEMORY
     elif lacking == {"GPU"}:
         message = GPU_FAILED
+    elif wrong and all(row.problem.startswith(advice.BETWEEN_RANKS) for row in table.rows if row.problem):
+        message = NOT_PREPARED
     report = Report(
         "mismatch",
         group,
@@ -390,7 +397,7 @@ def peer_exited(waiting: RankState, group: str, members: Runs, table: Table, clo
         PEER_EXITED(call=_called(waiting, group, table), ranks=name_runs(gone, 40), how=what),
         table,
         odd=gone,
-        next_step=advice.after_exit(gone),
+        next_step=advice.after_exit(table.rows, gone),
         closing=closing,
         waiting=waiting,
     )
@@ -418,7 +425,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
         ),
         table,
         odd=gone,
-        next_step=advice.after_failure(gone, first.problem),
+        next_step=advice.after_failure(table.rows, gone, first.problem),
         closing=closing,
         waiting=waiting,
     )
