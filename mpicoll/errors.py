@@ -327,9 +327,6 @@ def reason_of(error: BaseException, *, whole: bool = False) -> str:
     """
     kind, of_program = type(error).__name__, not isinstance(error, DistError)
     cause = cause_among(error) if whole and of_program else ""
-    try:
-        reported = isinstance(error, DistError) and error.report is not None
-        text = message_of(error) if whole and not reported and not cause else in_one_line(error)
-    except Exception:  # of a class whose __str__ raises
-        return kind + cause
+    reported = isinstance(error, DistError) and error.report is not None
+    text = message_of(error) if whole and not reported and not cause else in_one_line(error)
     return (kind if not text else f"{kind}: {text}" if whole or of_program else text) + cause

@@ -28,7 +28,7 @@ def _reported() -> DistError:
     [
         (ValueError("first\nsecond"), "ValueError: first", "ValueError: first\nsecond"),
         (ValueError(), "ValueError", "ValueError"),
-        (_Silent(), "_Silent", "_Silent"),
+        (_Silent(), "_Silent: <exception str() failed>", "_Silent: <exception str() failed>"),
         (GroupBrokenError("first\nsecond"), "first", "GroupBrokenError: first\nsecond"),
         (_reported(), "the headline", "GroupBrokenError: the headline"),
     ],
