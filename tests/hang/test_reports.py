@@ -126,7 +126,8 @@ from datetime import timedelta
 
 KEYS = {
     "ranks": list, "op": str, "arguments": dict, "seq": int, "site": str, "called_from": str, "group": str, "async": bool,
-    "state": str, "problem": str, "needs": str, "waited": (tuple, type(None)), "text": str,
+    "state": str, "problem": str, "needs": str, "handling": str,
+    "waited": (tuple, type(None)), "text": str,
 }
 
 def expect(kind, call, *states, op, ranks, place=True):
@@ -304,3 +305,29 @@ def test_calls_of_an_installed_package(other: str, error: str, told: str) -> Non
     assert f"{error}: " in report, job
     assert f"at trainer.py:3, called from {lines['CALL']}" in report, job
     assert told.replace("OTHER", lines["OTHER"]) in report, job
+
+
+@pytest.mark.parametrize(
+    ("others", "error"),
+    [("dist.all_reduce(np.ones(3))", "CollectiveMismatchError"), ("dist.recv(np.ones(1), 1)", "DeadlockError")],
+)
+def test_a_call_in_a_finally_block_names_the_exception(others: str, error: str) -> None:
+    """The report of a call that a rank makes with an exception on its way has this exception, and the place that raised it."""
+    job = run_job(
+        HEAD
+        + f"""
+try:
+    if r == 1:
+        raise ValueError("no data")
+    {others}
+finally:
+    dist.barrier()
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode != 0, job
+    text = " ".join((job.err[0] + job.err[1]).replace("[rank 0]", "").replace("[rank 1]", "").split())
+    assert f"{error}: " in text, job
+    assert "at job.py:13, while handling ValueError: no data (at job.py:10)" in text, job

@@ -12,8 +12,10 @@ bit, and :meth:`Table.missing` returns the fingerprint of the call that a second
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import sys
 import zlib
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,14 +27,14 @@ from typing import Any, Literal
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.text_layout import clip, columns, short_paths
 from mpicoll.errors import DistError, in_one_line, message_of
-from mpicoll.runtime.call_site import caller_of
+from mpicoll.runtime.call_site import caller_of, traceback_site
 from mpicoll.transports.control import NOTHING
 
 MOST_ROWS = 24
 MOST_COUNTED = 256
 _BITS = 62
 _MOST_PARTS = 10
-_LENGTHS = {"op": 48, "site": 300, "called_from": 300, "group": 60, "problem": 500, "needs": 160}
+_LENGTHS = {"op": 48, "site": 300, "called_from": 300, "group": 60, "problem": 500, "needs": 160, "handling": 200}
 _PART_NAME, _PART_TEXT = 24, 80
 _ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT)) + 512
 
@@ -131,6 +133,7 @@ class RankState:
         peer: the rank at the other end of a point-to-point call; -1: any rank.
         waited: the least and the most seconds that one of the ranks has waited.
         called_from: file:line of the program, if the call stands in an installed package; "" if it is not known.
+        handling: the exception of the program that was on its way when the call was made, in an ``except`` or ``finally``.
     """
 
     ranks: Runs
@@ -146,6 +149,7 @@ class RankState:
     peer: int | None = None
     waited: tuple[float, float] | None = None
     called_from: str = ""
+    handling: str = ""
 
     def __post_init__(self) -> None:
         for name, length in _LENGTHS.items():
@@ -251,10 +255,20 @@ def entry_of(
         needs=needs,
         peer=peer,
         waited=None if waited is None else (waited, waited),
+        handling="" if error is not None else _handled(),
     )
 
 
-def _problem_of(error: Exception) -> str:
+def _handled() -> str:
+    """Return the exception that the program handles in this thread, and where the exception was raised; "" if there is none."""
+    error = sys.exc_info()[1]
+    site = (
+        "" if error is None else traceback_site(error.__traceback__)
+    )  # "": this library handles an exception of its own
+    return f"{_problem_of(error)} (at {os.path.basename(site)})" if error is not None and site else ""
+
+
+def _problem_of(error: BaseException) -> str:
     # Of a report the headline: its rows are about another call.
     return f"{type(error).__name__}: {in_one_line(error) if isinstance(error, DistError) else message_of(error)}"
 

@@ -156,6 +156,7 @@ def _as_data(rows: Iterable[RankState], group: str) -> list[dict[str, Any]]:
             "state": row.state,
             "problem": row.problem,
             "needs": row.needs,
+            "handling": row.handling,
             "waited": row.waited,
             "text": call_text(row) if row.op else "",
         }
@@ -227,6 +228,10 @@ FAILED = Message("failed: {problem}", "An exception ended the rank's program.")
 KILLED = Message("{n:was/were} killed: {problem}", "A signal ended the rank's process.")
 LAST_CALL = Message(", last call {call}", "Follows the state of a rank that is in no call, or has ended.")
 LAST_KNOWN = Message(", last known call {call}", "Follows the state of a rank that is late.")
+HANDLING = Message(
+    ", while handling {handling}",
+    "Follows a call that the rank made in an `except` or a `finally` block: the exception may be the cause.",
+)
 REFUSED = Message(
     ", raised {problem}",
     "Follows the call of a waiting rank that made the call with arguments that it refused. The rank raises that error when the "
@@ -277,6 +282,8 @@ def row_text(report: Report, row: RankState, expected: RankState | None, places:
     else:
         how = (FAILED if row.state == "failed" else KILLED)(n=n, problem=row.problem)
         text = (how if row.problem else how.removesuffix(": ")) + last
+    if row.handling:
+        text += HANDLING(handling=row.handling)
     if row.needs:
         text += NEEDS(needs=row.needs)
     if row.asynchronous:

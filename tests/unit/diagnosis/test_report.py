@@ -511,6 +511,7 @@ def test_the_calls_as_data() -> None:
         "state": "called",
         "problem": "",
         "needs": "",
+        "handling": "",
         "waited": (0.0, 0.0),
         "text": "all_reduce #41 float64[1024] SUM",
     }
