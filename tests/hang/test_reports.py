@@ -331,3 +331,4 @@ finally:
     text = " ".join((job.err[0] + job.err[1]).replace("[rank 0]", "").replace("[rank 1]", "").split())
     assert f"{error}: " in text, job
     assert "at job.py:13, while handling ValueError: no data (at job.py:10)" in text, job
+    assert "next: correct the error that rank 1 was handling; or, if that is intended, " in text, job

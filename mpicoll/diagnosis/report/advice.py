@@ -53,6 +53,10 @@ IN_A_LOOP = Message(
     "; if the arguments are intended, {ranks} skipped or repeated a call before",
     "Follows one of the following, if one line makes the calls that differ, and is not at its first call.",
 )
+HANDLED_BEFORE = Message(
+    "correct the error that {ranks} {n:was/were} handling; or, if that is intended, ",
+    "Precedes one of the others, if ranks made their calls in an `except` or a `finally` block.",
+)
 MAKE_ALIKE = Message("make these parts alike on all ranks: {parts}", "The calls differ in several parts.")
 SAME_DTYPE = Message("pass the same dtype on all ranks", "The dtypes differ, and no dtype has most ranks.")
 CAST = Message("cast the array to {dtype} before the call on {ranks}", "Some ranks pass another dtype.")
@@ -229,7 +233,7 @@ def after_mismatch(
         return COMPARE.text
     names = frozenset().union(*differs)
     if "function" in names:
-        return DIFFERENT_FUNCTIONS.text
+        return _handled((expected, *rows)) + DIFFERENT_FUNCTIONS.text
     elsewhere = len({(row.site, row.called_from) for row in (expected, *rows)}) > 1
     first = SKIPPED(ranks=ranks) if elsewhere else ""
     last = (
@@ -270,10 +274,11 @@ def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:
         return NO_RANK_SENDS(ranks=name_runs(anyone, _WIDTH), n=Plural(count(anyone)))
     if gone:
         return MAKE_IT_THERE(ranks=name_runs(gone, _WIDTH))
+    handled = _handled(entries)
     if not point_to_point:
-        return (ORDER_OF_GROUPS if len({entry.group for entry in entries}) > 1 else ORDER_OF_CALLS).text
+        return handled + (ORDER_OF_GROUPS if len({entry.group for entry in entries}) > 1 else ORDER_OF_CALLS).text
     if len(point_to_point) < len(entries):
-        return SEND_BEFORE.text
+        return handled + SEND_BEFORE.text
     sends = [entry.op in _SENDS for entry in entries]
     if anyone and not any(sends):
         return ONE_SENDS_FIRST.text
@@ -306,6 +311,11 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
     elsewhere = join(run for row in rows if row.state == "late" for run in row.ranks)
     message, ranks = (WHY_ELSEWHERE, elsewhere) if elsewhere else (WHAT_DOES, late)
     return message(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks)))
+
+
+def _handled(rows: Iterable[RankState]) -> str:
+    ranks = join(run for row in rows if row.handling for run in row.ranks)
+    return HANDLED_BEFORE(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks))) if ranks else ""
 
 
 def _refused(rows: Iterable[RankState]) -> str:
