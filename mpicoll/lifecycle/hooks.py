@@ -25,6 +25,7 @@ from mpicoll.errors import (
     PeerFailedError,
     before_c,
     in_one_line,
+    message_of,
     reason_of,
 )
 from mpicoll.groups import registry
@@ -170,8 +171,7 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     reporter = _reporter(value, board) if isinstance(value, DistError) and not hides else None
     site = traceback_site(trace)
     other = reporter if known is not None and reporter != me else None
-    if isinstance(value, DistError) or getattr(value, ARGUMENT, False):
-        trace = value.__traceback__ = _without_ours(trace)  # Python's own hook reads it from the exception
+    trace = _shortened(value, trace)
     if other is not None:
         say(f"{prefix()}{kind.__name__}: {in_one_line(value)} ({site}; rank {other} prints the report)\n")
     else:
@@ -290,15 +290,16 @@ def _thread_hook(arguments: threading.ExceptHookArgs) -> None:
     if passes or ident not in signals.threads or arguments.exc_type is SystemExit:
         _found_thread_hook(arguments)
         return
+    kind, value, trace, thread = arguments
+    site = traceback_site(trace)
+    if value is not None:
+        arguments = threading.ExceptHookArgs((kind, value, _shortened(value, trace), thread))
     # Other ranks may wait for a thread that communicates.
     with prefixed():
         _found_thread_hook(arguments)
     ending.code, ending.passed_over = 1, True
-    name = arguments.thread.name if arguments.thread is not None else "?"
-    announce_failure(
-        f"{arguments.exc_type.__name__} in thread {name}: {arguments.exc_value}",
-        traceback_site(arguments.exc_traceback),
-    )
+    name = thread.name if thread is not None else "?"
+    announce_failure(f"{kind.__name__} in thread {name}: {'' if value is None else message_of(value)}", site)
 
 
 def _unraisable_hook(arguments: Any) -> None:
@@ -363,6 +364,13 @@ _found_hook = FoundHook(sys, "excepthook", _excepthook)
 _found_thread_hook = FoundHook(threading, "excepthook", _thread_hook)
 _found_unraisable_hook = FoundHook(sys, "unraisablehook", _unraisable_hook)
 _HOOKS = _found_hook, _found_thread_hook, _found_unraisable_hook
+
+
+def _shortened(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback to show of an exception, which Python's own hooks read from the exception."""
+    if isinstance(error, DistError) or getattr(error, ARGUMENT, False):
+        trace = error.__traceback__ = _without_ours(trace)
+    return trace
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

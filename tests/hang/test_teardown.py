@@ -437,6 +437,27 @@ except dist.PeerFailedError as error:
     assert "job.py:10" in job.out[0], job
 
 
+def test_an_error_in_a_thread_is_shown_without_the_library() -> None:
+    """The traceback of a thread's error has the lines of the program, and not those of the library."""
+    job = run_job(
+        HEAD
+        + """
+import threading
+thread = threading.Thread(target=lambda: dist.all_reduce(np.ones(3 + r)))
+thread.start()
+thread.join()
+""",
+        2,
+        limit=20,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert "Exception in thread Thread-" in job.err[0], job
+    assert "CollectiveMismatchError: call 1 on group WORLD" in job.err[0], job
+    assert "in <lambda>" in job.err[0], job
+    assert "mpicoll/operations" not in job.err[0], job
+
+
 def test_a_failure_whose_text_raises() -> None:
     """An exception whose ``__str__`` raises is shown as Python shows it, by the program's own hook; its peers hear of it."""
     job = run_job(
