@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "99c3b615"
+VERSION = "c90c0295"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -177,7 +177,7 @@ static int begin(SharedOperation *self, PyObject *const *args, const int64_t wor
     if (order->closed || order->posted != order->issued || !fits(self, args + SEND))
         return 0;
     const Segment *segment = self->segment == NULL ? NULL : &self->segment->segment;
-    if (segment != NULL && (order->moving != order->issued || !segment_all_at(segment, segment->step, 0, -1)))
+    if (segment != NULL && (order->moving != order->issued || !segment_all_at(segment, segment->step, now_ns(), self->budget)))
         return 0; /* earlier data is still to move, or a member may still read */
     const int apart = is_none(claim) ? 1 : is_apart(self, args);
     if (apart != 1)
