@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -104,7 +104,8 @@ def move_agreed(
         move, ready, before, after = call.preferred.fallback()
         assert isinstance(move, Movement)
     if agreed.uneven and move.kind is Kind.ALL_TO_ALL:
-        yield from _check_splits(group, call, move)
+        # A member whose blocks may come with the round does not say how long they are.
+        agreed = replace(agreed, block_bytes=(yield from _check_splits(group, call, move)))
         move = replace(move, vector=True)
         shared = group.pair.through(move.kind, EXCHANGE_BYTES)
         if shared is not None:
@@ -238,10 +239,10 @@ def _finish(call: CallDescription, after: Callable[[], None] | None) -> None:
             raise
 
 
-def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Steps:
+def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Generator[Pollable, None, int]:
     """Compare the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected.
 
-    Either end of a block may be wrong, so the report has both.
+    Either end of a block may be wrong, so the report has both. Return the bytes of the largest block of all members.
     """
     assert move.send is not None
     assert move.recv is not None
@@ -251,9 +252,9 @@ def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) ->
         return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
 
     sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
-    found = yield from compare_lengths(group.pair.data, sends, expects)
-    if found is None:
-        return
+    found = yield from compare_lengths(group.pair.data, sends, expects, block_bytes(move, size))
+    if isinstance(found, int):
+        return found
     sent, expected = found
     words = [
         f"{mine} {n[peer]} element{'s' if n[peer] != 1 else ''} {what} rank {group.ranks[peer]}, which {theirs} {other[peer]}"
@@ -264,6 +265,7 @@ def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) ->
         for peer in np.flatnonzero(n != other)[:4]
     ]
     yield from explain(group.pair.control, call, group.display, group.ranks, blocks="; ".join(words))
+    raise AssertionError("the exchange after a mismatch always raises")
 
 
 def run(

@@ -436,6 +436,17 @@ def test_long_parts_that_the_kernel_does_not_copy() -> None:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_long_parts_beside_a_rank_with_equal_ones(async_op: bool) -> None:
+    """A rank whose parts are equal makes another prepared call: all ranks move in a way in which the longest part counts."""
+    size = dist.get_world_size()
+    for turn in range(6):
+        equal = turn % size
+        table = [[5 if equal in (i, j) else 3 * LONG + i + j for j in range(size)] for i in range(size)]
+        Exchange(table).lists(async_op=async_op)
+        Exchange(table).single(async_op=async_op)
+
+
 def test_a_signal_handler_while_long_parts_wait() -> None:
     """A handler that raises while a rank waits breaks the group; all are told, and no memory is written later."""
     me, size = dist.get_rank(), dist.get_world_size()

@@ -12,8 +12,10 @@ from mpi4py import MPI
 from mpicoll.runtime.waiting import Pollable
 
 
-def compare_lengths(comm: MPI.Intracomm, sends: Any, expects: Any) -> Generator[Pollable, None, tuple[Any, Any] | None]:
-    """Return None on all members if each member sends the lengths that the others expect, or both for the blocks of this member.
+def compare_lengths(
+    comm: MPI.Intracomm, sends: Any, expects: Any, largest: int
+) -> Generator[Pollable, None, int | tuple[Any, Any]]:
+    """Compare the lengths that each member sends with those that the others expect.
 
     All members call this function, and are known to. The members add up the lengths that they send, and subtract the lengths that
     they expect, each times a number of its pair of members: the sum is 0 if all lengths fit. The lengths themselves are exchanged
@@ -21,18 +23,21 @@ def compare_lengths(comm: MPI.Intracomm, sends: Any, expects: Any) -> Generator[
 
     Args:
         sends, expects: lengths of the blocks to and from each member, int64.
+        largest: bytes of the largest block of this member.
 
     Returns:
-        None, or the lengths that each member sends to this one, and those that each member expects from this one.
+        The bytes of the largest block of all members; or, on all members, a pair: the lengths that each member sends to this one,
+        and those that each member expects from this one.
     """
     size = comm.Get_size()
     of_sends, of_expects = _numbers_of_pairs(comm.Get_rank(), size)
     # Arrays of one element, as scalars of NumPy warn of an overflow.
     total = np.array([np.vdot(of_sends, sends.view(np.uint64))])
     total -= np.array([np.vdot(of_expects, expects.view(np.uint64))])
-    yield comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)
+    most = np.array([largest], np.int64)
+    yield from [comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM), comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)]
     if not total[0]:
-        return None
+        return int(most[0])
     sent, expected = np.empty(size, np.int64), np.empty(size, np.int64)
     yield comm.Ialltoall(sends, sent)
     yield comm.Ialltoall(expects, expected)
