@@ -194,34 +194,30 @@ def move_into_copies(request: Any) -> None:
     The program may write its arrays until then. A write of other arrays is noted now, as they move where they stand.
     """
     recv = request.recv
-    if not _is_copied(request):
-        if request.spread is None:
-            note_writes(request)
+    if request.spread is not None:
+        return
+    if not request.before or is_sampled(request.arrays):
+        note_writes(request)
         return
     own: Any = [each.copy() for each in recv] if isinstance(recv, list) else recv.copy()
-    request.send, request.recv = own if request.send is recv else request.send, own
+    request.send, request.recv, request.into = own if request.send is recv else request.send, own, recv
 
 
 def finish_copies(request: Any) -> None:
     """Finish and land the result of a call that began with :func:`move_into_copies`. An error concerns this rank only."""
     try:
         finish(request)
-        copied = _is_copied(request)
-        if copied or (request.before and request.spread is not None):
+        own, into = request.recv, request.into
+        if request.before and (into is not None or request.spread is not None):
             check(request)
-        if copied:
-            own, into = request.recv, request.arrays
-            request.recv = into
+        if into is not None:
             for array, moved in zip(into, own, strict=True) if isinstance(own, list) else ((into, own),):
                 array[...] = moved
+            request.recv = into
     except Exception as error:
         request.call.error = error
         raise
     land(request)
-
-
-def _is_copied(request: Any) -> bool:
-    return bool(request.before) and request.spread is None and not is_sampled(request.arrays)
 
 
 class Sealed:
@@ -303,6 +299,7 @@ class _Eager(_Meeting):
                     raise
                 raise _changed(request) from None
         if apart is not None and not request.waited:
+            waiting.transfer_hint(apart[0])
             node = request.group.pair.through(prepared.kind, NEVER)
             request.steps = node.exchange_apart(request.send, request.recv, *apart)
             return None

@@ -122,6 +122,7 @@ class PythonRequestFields:
         send, recv: of a prepared operation: the arrays with the data of this rank, and the arrays for its result.
         arrays, spread: the arrays of the program for the result, and the function that copies ``recv`` to these arrays; None if
             ``arrays`` are ``recv``.
+        into: the arrays to which the result is copied, if ``recv`` became a copy of these as the data began to move; or None.
         before, after: contents of these arrays at the start, and after the result was written; empty if they are not compared.
         wrong: the error of this rank that the request raises when its data has moved, which the others need; or None.
         code, instruction, name, seq: the call site; the name that the program gives the call; its number on the group.
@@ -149,6 +150,7 @@ class PythonRequestFields:
         "group",
         "held",
         "instruction",
+        "into",
         "landing",
         "limit",
         "made",
@@ -206,6 +208,7 @@ class PythonRequestFields:
     code: Any
     future: Any
     held: Any
+    into: Any
     landing: Any
     made: Any
     move: Any

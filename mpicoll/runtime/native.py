@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "c90c0295"
+VERSION = "794c6383"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

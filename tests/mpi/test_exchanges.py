@@ -447,6 +447,22 @@ def test_long_parts_beside_a_rank_with_equal_ones(async_op: bool) -> None:
         Exchange(table).single(async_op=async_op)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("empty", ["output", "input"])
+def test_an_empty_array_at_the_address_of_the_other(empty: str, async_op: bool) -> None:
+    """A rank that receives nothing, or sends nothing, may pass an empty view of its other array."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        sends = [[0 if (j if empty == "output" else i) == 0 else 70 + i for j in range(size)] for i in range(size)]
+        memory = np.full(400 * size, float(me))
+        sent, received = sends[me], [row[me] for row in sends]
+        source, output = memory[: sum(sent)], memory[: sum(received)] if me == 0 else np.zeros(sum(received))
+        work = dist.all_to_all_single(output, source, received, sent, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert (output == np.repeat(np.arange(float(size)), received)).all()
+
+
 def test_a_signal_handler_while_long_parts_wait() -> None:
     """A handler that raises while a rank waits breaks the group; all are told, and no memory is written later."""
     me, size = dist.get_rank(), dist.get_world_size()

@@ -432,3 +432,37 @@ def test_a_handler_raises_while_an_array_is_packed(dtype: str) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     alone.give_up("its call was left")
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", ["f8", "f2", "?", ">f4", "M8[s]", "S3", [("a", "i4"), ("b", "f8")]])
+def test_an_input_is_packed_and_the_output_is_not(dtype: Any, async_op: bool) -> None:
+    """The result has the bytes of the input, whatever the dtype, when the output moves as it is."""
+    me, size = dist.get_rank(), dist.get_world_size()
+
+    def part(source: int, to: int, count: int) -> Array:
+        kind = np.dtype(dtype)
+        values = np.arange(count * kind.itemsize) * 7 + source * 3 + to
+        return (values % (2 if kind.kind == "b" else 97)).astype("u1").view(kind)
+
+    def strided(array: Array) -> Array:
+        return np.repeat(array, 2)[::2]
+
+    def wait(work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    for count in (5, 3000):
+        for _ in range(4):
+            outputs = [np.zeros(count, dtype) for _ in range(size)]
+            wait(dist.all_gather(outputs, strided(part(me, 0, count)), async_op=async_op))
+            assert all(each.tobytes() == part(source, 0, count).tobytes() for source, each in enumerate(outputs))
+            whole = np.zeros(count * size, dtype)
+            wait(dist.all_gather_single(whole, strided(part(me, 0, count)), async_op=async_op))
+            assert whole.tobytes() == b"".join(part(source, 0, count).tobytes() for source in range(size))
+            outputs = [np.zeros(count, dtype) for _ in range(size)]
+            wait(dist.all_to_all(outputs, [strided(part(me, to, count)) for to in range(size)], async_op=async_op))
+            assert all(each.tobytes() == part(source, me, count).tobytes() for source, each in enumerate(outputs))
+            parts = [strided(part(0, to, count)) for to in range(size)] if me == 0 else None
+            wait(dist.scatter(outputs[0], parts, 0, async_op=async_op))
+            assert outputs[0].tobytes() == part(0, me, count).tobytes()

@@ -73,7 +73,7 @@ typedef struct {
 #define REQUEST_FIELDS(_) \
     _(group) _(_call) _(prepared) _(schedule) _(claim) _(words) _(outputs) _(peer) _(held) _(state) _(round) _(agreed) _(error) \
     _(returned) _(future) _(landing) _(_transfer) _(steps) _(_current) _(_lock) _(send) _(recv) _(arrays) _(spread) _(code) _(name) \
-    _(made) _(before) _(after) _(wrong) _(move) _(unpack) _(plan)
+    _(made) _(before) _(after) _(wrong) _(move) _(unpack) _(plan) _(into)
 
 #define FIELD(name) REQUEST_##name,
 enum { REQUEST_FIELDS(FIELD) REQUEST_OBJECTS };

@@ -283,6 +283,9 @@ class MpiTransport:
         if not move.op:
             move = _without_long_complex(move)
         kind, send, recv = move.kind, move.send, move.recv
+        if send is not None and recv is not None and not (send.size and recv.size):
+            # Open MPI's nonblocking calls take two buffers at one address for MPI_IN_PLACE, also if one of them is empty.
+            send, recv = (each if each.size else np.empty(0, each.dtype) for each in (send, recv))
         sending = None if send is None else (send, self._type(send))
         receiving = None if recv is None else (recv, self._type(recv))
         if kind is Kind.BROADCAST:
