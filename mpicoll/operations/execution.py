@@ -30,7 +30,7 @@ from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import EXCHANGE_BYTES, SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
 from mpicoll.transports.control import BEHIND, IN_PIECES, Agreed
-from mpicoll.transports.mpi.lengths import compare_lengths
+from mpicoll.transports.mpi.exchange import compare_lengths
 from mpicoll.transports.selection import NEVER, Facts, Way, select, stage
 
 NATIVE_BYTES = 32 * 1024 * 1024

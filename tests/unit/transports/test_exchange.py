@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicoll.transports.mpi.lengths import _numbers_of_pairs
+from mpicoll.transports.mpi.exchange import _numbers_of_pairs
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17])
