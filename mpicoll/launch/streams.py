@@ -13,7 +13,9 @@ from pathlib import Path
 from mpicoll.launch.job_folder import read_records
 from mpicoll.launch.sinks import Sink, Sinks, Sources
 
-IDLE = 0.05  # seconds after which an unfinished line (a prompt, a progress bar) is written
+IDLE, IDLE_OF_SEVERAL = 0.05, 0.25
+"""Seconds after which an unfinished line (a prompt, a progress bar) is written, of one rank and of several ranks. `print` makes two
+writes: a rank that gets no processor between these would have lines of other ranks in its line."""
 LONGEST = 1 << 20  # bytes of an unfinished line that are held; a longer line is written in pieces
 _READ = 1 << 16  # bytes of one read
 _MOST_READS = (
@@ -80,6 +82,7 @@ class Streams:
         self._lines: dict[int, tuple[Lines, Sink]] = {}
         self._fed: dict[int, float] = {}
         self._inner_ends: list[int] = []
+        self._idle = IDLE if nprocs == 1 else IDLE_OF_SEVERAL
         for rank in range(nprocs):
             for name, sink, descriptor in (
                 ("out", sinks.out, sinks.descriptors[0]),
@@ -118,8 +121,8 @@ class Streams:
         return True
 
     def show_unfinished(self) -> None:
-        """Write lines that have been unfinished for ``IDLE`` seconds, unless the pipe is not read for want of room."""
-        limit = time.monotonic() - IDLE
+        """Write lines that have been unfinished for a while, unless the pipe is not read for want of room."""
+        limit = time.monotonic() - self._idle
         for descriptor in [descriptor for descriptor, when in self._fed.items() if when < limit]:
             lines, sink = self._lines[descriptor]
             if not sink.full:

@@ -9,10 +9,14 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from polling import until
 
+from mpicoll.launch import streams
 from mpicoll.launch.sinks import FULL, Sinks, Sources, write_all
 from mpicoll.launch.streams import LONGEST, Lines
 
@@ -156,3 +160,32 @@ def test_one_sink_for_one_file(pipe: tuple[int, int]) -> None:
     assert os.read(pipe[0], 1 << 16) == b"".join(b"%d " % number for number in range(100))
     sinks.close()
     os.close(again)
+
+
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_how_long_an_unfinished_line_waits(nprocs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of a rank that has not written its end is kept longer if other ranks write, too; both kinds are shown at last."""
+    written: list[bytes] = []
+    sink = SimpleNamespace(full=False, put=written.append)
+    pipe = os.pipe()
+    sinks: Any = SimpleNamespace(out=sink, err=sink, descriptors=pipe)
+    now = [100.0]
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now[0])
+    made = streams.Streams(tmp_path, nprocs, tag=False, sinks=sinks)
+    descriptor, writer = next(iter(made._lines)), os.open(tmp_path / "out.0", os.O_WRONLY)
+
+    def after(seconds: float, data: bytes) -> bytes:
+        written.clear()
+        os.write(writer, data)
+        made.read(descriptor)
+        now[0] += seconds
+        made.show_unfinished()
+        return b"".join(written)
+
+    assert after(0.1, b"5") == (b"5" if nprocs == 1 else b"")
+    assert after(0.1, b"\n") == (b"\n" if nprocs == 1 else b"5\n")
+    assert after(0.3, b"name? ") == b"name? "
+    os.close(writer)
+    made.close()
+    for end in pipe:
+        os.close(end)
