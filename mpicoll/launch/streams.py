@@ -14,8 +14,8 @@ from mpicoll.launch.job_folder import read_records
 from mpicoll.launch.sinks import Sink, Sinks, Sources
 
 IDLE, IDLE_OF_SEVERAL = 0.05, 0.25
-"""Seconds after which an unfinished line (a prompt, a progress bar) is written, of one rank and of several ranks. `print` makes two
-writes: a rank that gets no processor between these would have lines of other ranks in its line."""
+"""Seconds after which an unfinished line (a prompt, a progress bar) is written, of one rank and of several ranks. `print` makes
+two writes: a rank that gets no processor between these would have lines of other ranks in its line."""
 LONGEST = 1 << 20  # bytes of an unfinished line that are held; a longer line is written in pieces
 _READ = 1 << 16  # bytes of one read
 _MOST_READS = (
