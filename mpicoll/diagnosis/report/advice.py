@@ -236,11 +236,8 @@ def after_mismatch(
         return _handled((expected, *rows)) + DIFFERENT_FUNCTIONS.text
     elsewhere = len({(row.site, row.called_from) for row in (expected, *rows)}) > 1
     first = SKIPPED(ranks=ranks) if elsewhere else ""
-    last = (
-        IN_A_LOOP(ranks=ranks if odd else "a rank")
-        if not elsewhere and expected.seq > 1 and names <= _OF_ARRAYS
-        else ""
-    )
+    turns = not elsewhere and expected.seq > 1 and names <= _OF_ARRAYS and names != {"dtype"}
+    last = IN_A_LOOP(ranks=ranks if odd else "a rank") if turns else ""
     if len(names) > 1:
         return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names))) + last
     name = next(iter(names), "")
