@@ -92,6 +92,12 @@ KINDS = (
     ("barrier", "", "dist.barrier()", ""),
     ("ping-pong", ONE + "\nfirst, second = ways", "first(x, peer); second(x, peer)", "8 B, 1 MiB, 64 MiB"),
     ("exchange", TWO, "a = dist.irecv(y, peer); b = dist.isend(x, peer); a.wait(); b.wait()", "8 B, 1 MiB"),
+    (
+        "exchange of columns",
+        "grid = array({n} * 512).reshape(-1, 512); x, y = grid[:, 1], grid[:, 0]",
+        "a = dist.irecv(y, peer); b = dist.isend(x, peer); a.wait(); b.wait()",
+        "4 KiB",
+    ),
     ("all_gather_object", "found = [None] * size", "dist.all_gather_object(found, {{'loss': 0.5, 'step': 3}})", ""),
     ("broadcast_object_list", "", "dist.broadcast_object_list([{{'loss': 0.5, 'step': 3}}], 0)", ""),
 )

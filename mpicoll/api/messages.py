@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.groups.registry import member_or_warn, need_member, peer_rank, resolve
-from mpicoll.memory.adapt import adapt
+from mpicoll.memory.adapt import adapt, check_array
 from mpicoll.memory.memory import AnyArray
 from mpicoll.operations.execution import call_limit
 from mpicoll.operations.messages import move_prepared, start_prepared
@@ -20,7 +20,6 @@ from mpicoll.operations.prepare.messages import (
     start_receive,
     start_send,
 )
-from mpicoll.operations.prepare.packed import move_packed, start_packed
 from mpicoll.operations.work import Work
 
 
@@ -62,7 +61,7 @@ def send(
     Source: torch.distributed.send; MPI-4.1 section 3.2.1.
     """
     plain = group_dst is None and timeout is None
-    if plain and (move_prepared(tensor, dst, group, tag, False) or move_packed(tensor, dst, group, tag, False)):
+    if plain and move_prepared(tensor, dst, group, tag, False):
         return
     found = need_member(group)
     peer = peer_rank(found, dst, group_dst, "dst")
@@ -107,7 +106,7 @@ def recv(
     Source: torch.distributed.recv; MPI-4.1 section 3.2.4.
     """
     plain = group_src is None and timeout is None
-    if plain and (move_prepared(tensor, src, group, tag, True) or move_packed(tensor, src, group, tag, True)):
+    if plain and move_prepared(tensor, src, group, tag, True):
         assert src is not None
         return src
     found = member_or_warn(group, "recv")
@@ -147,7 +146,6 @@ def isend(
     """
     if group_dst is None and stream is None:
         work = start_prepared(tensor, dst, group, tag, False)
-        work = work or start_packed(tensor, dst, group, tag, False)
         if work is not None:
             return work
     return _start(False, tensor, dst, group, tag, group_dst, stream)
@@ -175,7 +173,6 @@ def irecv(
     """
     if group_src is None and stream is None:
         work = start_prepared(tensor, src, group, tag, True)
-        work = work or start_packed(tensor, src, group, tag, True)
         if work is not None:
             return work
     return _start(True, tensor, src, group, tag, group_src, stream)
@@ -228,7 +225,7 @@ class P2POp:
     ) -> None:
         if op is not isend and op is not irecv:
             raise ValueError("Invalid ``op``. Expected ``op`` to be of type ``mpicoll.isend`` or ``mpicoll.irecv``.")
-        adapt(tensor, "tensor", writable=op is irecv)
+        check_array(tensor, "tensor", writable=op is irecv)
         found = resolve(group)
         self.op = op
         self.tensor = tensor
@@ -271,7 +268,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             continue
         receives = op.op is irecv
         given = op.tensor, op.peer, op.group, op.tag, receives
-        work = start_prepared(*given) or start_packed(*given)
+        work = start_prepared(*given)
         if work is None:
             work = _start(receives, op.tensor, op.peer, op.group, op.tag, None, None)
         if work is not None:

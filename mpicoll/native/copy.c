@@ -1,4 +1,5 @@
-/* Copies into memory that other processes read: by ordinary or by non-temporal stores. copy.h says when. */
+/* Copies into memory that other processes read: by ordinary or by non-temporal stores. copy.h says when. And copies of arrays whose elements
+   stand at any distances. */
 
 #include "copy.h"
 
@@ -115,4 +116,104 @@ void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes)
     int64_t *known = &times->ns[kind];
     const int64_t more = times->best - *known;
     *known += run < 2 ? more : more / (more > 0 ? 8 : 2); /* a run that meets what other programs do is often slower, never faster */
+}
+
+/* ---- elements at any distances ---- */
+
+enum Way { PACK, UNPACK, COMPARE };
+
+/* Move some items of `bytes` bytes; `step` bytes apart in the array, and one behind the other in `packed`. Return whether two differ. */
+static int items(char *at, ptrdiff_t step, char *packed, ptrdiff_t count, size_t bytes, enum Way way)
+{
+#define MOVE(size) \
+    for (ptrdiff_t i = 0; i < count; i++, at += step, packed += (size)) \
+        memcpy(way == PACK ? packed : at, way == PACK ? at : packed, (size));
+    if (way == COMPARE) {
+        for (ptrdiff_t i = 0; i < count; i++, at += step, packed += bytes)
+            if (memcmp(at, packed, bytes) != 0)
+                return 1;
+    } else if (bytes == 8)
+        MOVE(8)
+    else if (bytes == 4)
+        MOVE(4)
+    else if (bytes == 16)
+        MOVE(16)
+    else
+        MOVE(bytes)
+#undef MOVE
+    return 0;
+}
+
+/* Move the elements of the dimensions from `from` to `to`, behind which each item has `bytes` bytes; all of them have `whole` bytes. */
+static int walk(const Strided *array, int from, int to, char *at, char *packed, ptrdiff_t whole, ptrdiff_t bytes, enum Way way)
+{
+    if (from >= to)
+        return items(at, bytes, packed, 1, (size_t)bytes, way);
+    if (from == to - 1)
+        return items(at, array->strides[from], packed, array->counts[from], (size_t)bytes, way);
+    const ptrdiff_t part = whole / array->counts[from];
+    for (ptrdiff_t i = 0; i < array->counts[from]; i++)
+        if (walk(array, from + 1, to, at + i * array->strides[from], packed + i * part, part, bytes, way))
+            return 1;
+    return 0;
+}
+
+static int walk_all(const Strided *array, char *packed, enum Way way)
+{
+    ptrdiff_t bytes = array->itemsize, whole = array->itemsize;
+    int to = array->nd;
+    for (; to > 0 && (array->counts[to - 1] == 1 || array->strides[to - 1] == bytes); to--)
+        bytes *= array->counts[to - 1]; /* these elements stand one behind the other */
+    for (int i = 0; i < array->nd; i++)
+        whole *= array->counts[i];
+    return walk(array, 0, to, array->first, packed, whole, bytes, way);
+}
+
+void strided_pack(char *to, const Strided *from)
+{
+    walk_all(from, to, PACK);
+}
+
+void strided_unpack(const Strided *to, const char *from)
+{
+    walk_all(to, (char *)from, UNPACK);
+}
+
+int strided_differ(const Strided *array, const char *packed)
+{
+    return walk_all(array, (char *)packed, COMPARE);
+}
+
+char *strided_span(const Strided *array, ptrdiff_t *bytes)
+{
+    char *start = array->first;
+    *bytes = array->itemsize;
+    for (int i = 0; i < array->nd; i++) {
+        const ptrdiff_t last = (array->counts[i] - 1) * array->strides[i];
+        start += last < 0 ? last : 0;
+        *bytes += last < 0 ? -last : last;
+    }
+    return start;
+}
+
+static ptrdiff_t distance(const Strided *array, int dimension)
+{
+    return array->strides[dimension] < 0 ? -array->strides[dimension] : array->strides[dimension];
+}
+
+int strided_are_distinct(const Strided *array)
+{
+    for (int i = 0; i < array->nd; i++) {
+        ptrdiff_t covered = array->itemsize; /* by the dimensions of smaller strides */
+        for (int j = 0; j < array->nd; j++) {
+            if (i == j || array->counts[j] == 1)
+                continue;
+            if (distance(array, j) == distance(array, i) && array->counts[i] > 1)
+                return 0;
+            covered += distance(array, j) < distance(array, i) ? (array->counts[j] - 1) * distance(array, j) : 0;
+        }
+        if (array->counts[i] > 1 && distance(array, i) < covered)
+            return 0;
+    }
+    return 1;
 }

@@ -33,4 +33,22 @@ void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes);
 /* As copy_out, by non-temporal stores, where the processor has them. */
 void copy_past_cache(char *to, const char *from, ptrdiff_t bytes);
 
+/* The elements of an array at any distances, in C order. */
+typedef struct {
+    char *first;
+    int nd;
+    const ptrdiff_t *counts, *strides; /* elements, none 0, and bytes */
+    ptrdiff_t itemsize;
+} Strided;
+
+/* Copy the elements one behind the other, or from there to where they stand. */
+void strided_pack(char *to, const Strided *from);
+void strided_unpack(const Strided *to, const char *from);
+/* Return whether the elements are others than those that strided_pack() has written. */
+int strided_differ(const Strided *array, const char *packed);
+/* Return where the first byte of all elements stands, and the bytes up to the end of the last one. */
+char *strided_span(const Strided *array, ptrdiff_t *bytes);
+/* Return whether no two elements have a byte in common; 0, too, if that is not seen from the order of the strides. */
+int strided_are_distinct(const Strided *array);
+
 #endif

@@ -119,15 +119,6 @@ static PyObject *check_arrays(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* ---- functions of the module ---- */
 
-static PyObject *matches(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
-{
-    if (count != 4 || !PyTuple_Check(args[2]) || known.array == NULL) {
-        PyErr_SetString(PyExc_TypeError, "matches(array, dtype, shape, writable)");
-        return NULL;
-    }
-    return PyBool_FromLong(array_matches(args[0], args[1], args[2], args[3] == Py_True ? WRITABLE : READABLE));
-}
-
 static PyObject *reduce_rows(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *rows, *out;
@@ -221,8 +212,6 @@ static PyMethodDef methods[] = {
      "Know what a call of the program uses: configure_calls(object whose `world` is the default group, sys._getframe, run_cached in\n"
      "Python, number of the main thread)."},
     {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL, "Make a call: as run_cached of operations/prepare/run.py."},
-    {"matches", (PyCFunction)(void (*)(void))matches, METH_FASTCALL,
-     "Return whether an array has a dtype and a shape, in one piece of memory: matches(array, dtype, shape, writable)."},
     {"contents", contents, METH_O,
      "Return the bytes of an array, or of each in a list, to find writes of the program; a sample of more than SNAPSHOT_BYTES.\n"
      "None if an array is not in one piece of memory, or has fields."},
@@ -288,6 +277,8 @@ PyMODINIT_FUNC PyInit__native(void)
     known.payload_of = PyUnicode_InternFromString("payload_of");
     known.acquire = PyUnicode_InternFromString("acquire");
     known.release = PyUnicode_InternFromString("release");
+    known.of_array = PyUnicode_InternFromString("array");
+    known.does_write = PyUnicode_InternFromString("_writes");
     known.writes = Py_BuildValue("(s)", "writes");
     known.nothing = PyTuple_New(0);
     known.prepared = PyUnicode_InternFromString("prepared");

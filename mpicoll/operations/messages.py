@@ -39,7 +39,10 @@ from mpicoll.operations.work import Work, answer
 from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
-from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend, matches
+from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend
+
+PACKED_BYTES = 1024 * 1024
+"""Most bytes of an array that is not contiguous, and moves through memory that its persistent message keeps."""
 
 # Objects that each call uses, as globals of this module.
 _default = registry.default
@@ -47,7 +50,6 @@ _claims = claims.active
 _frame: FrameFinder = sys._getframe
 _get_ident = threading.get_ident
 _guard = signals.guard
-_matches = matches
 _ndarray = np.ndarray
 _new_lock = threading.RLock
 _pending = waiting.pending
@@ -150,12 +152,15 @@ def _complete_receive(group: ProcessGroup, again: PersistentReceive, tensor: Arr
             memory, receive = adopt(group, again, tensor)
             receive_operation(group, call_of(again), memory, receive, tensor, group.timeout).complete(group.timeout)
             return
-        if again.elements is not None:
-            tensor[...] = again.elements
-        else:
-            payload = again.start_payload(tensor, again.payload_of(tensor))
+        moved = again.moved(tensor)
+        if again.elements is None:
+            payload = again.start_payload(moved, again.payload_of(moved))
+    else:
+        moved = again.moved(tensor)
     if payload is not None and not payload.Test():
         finish(group, again, tensor, payload.Test)
+    if moved is not tensor:
+        tensor[...] = moved
     again.posted.remove(again.key)
     again.count += 1
 
@@ -170,14 +175,19 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
         return None
     again = cache.last
     same = again is not None and again.rank == rank and again.tag == tag
-    if same and _matches(tensor, again.dtype, again.shape, writes):
+    if same and again.fits(tensor):
         return again
-    if type(tensor) is not _ndarray or not (tensor.flags.carray if writes else tensor.flags.c_contiguous):
+    if type(tensor) is not _ndarray or not (tensor.flags.behaved if writes else tensor.flags.aligned):
         return None
     found = cache.get((rank, tag, tensor.shape, tensor.dtype))
-    if found is not None:
-        found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
-        cache.last = found
+    if found is None:
+        return None
+    if not tensor.flags.c_contiguous and found.elements is None and found.packed is None:
+        if tensor.nbytes > PACKED_BYTES:
+            return None
+        found.packed = np.empty(tensor.shape, tensor.dtype)
+    found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
+    cache.last = found
     return found
 
 
@@ -204,32 +214,14 @@ def start_prepared(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool)
         if again is None:
             return None
     work = _begin(known, again, array, frame)
-    if work is None and not _matches(array, again.dtype, again.shape, receives):
+    if work is None and not again.fits(array):
         again = _find(cache, array, rank, tag, receives)
         if again is None:
             return None
         work = _begin(known, again, array, frame)
-    work = work or (_start_receive if receives else _start_send)(known, again, array, frame)
+    if work is None and again.fits(array):
+        work = (_start_receive if receives else _start_send)(known, again, array, frame)
     return work if work is None or array is tensor else work.with_output(tensor)
-
-
-def start_packed(
-    array: Array, packed: Array, rank: Any, group: Any, tag: Any, receives: bool, depth: int
-) -> Work | None:
-    """Start a message of an array that cannot be moved as it is; result as of :func:`start_prepared`.
-
-    Args:
-        packed: memory with the elements of the array, or for these if the message is received.
-        depth: frames between this function and the program.
-    """
-    known: Any = _default.world if group is None else group
-    try:
-        cache = known.receives if receives else known.sends
-        frame = _frame(depth)
-    except (AttributeError, ValueError):  # as above
-        return None
-    again = None if _inside else _find(cache, packed, rank, tag, receives)
-    return None if again is None else (_start_receive if receives else _start_send)(known, again, array, frame, packed)
 
 
 def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: FrameType) -> Work | None:
@@ -261,9 +253,7 @@ def _begin(group: ProcessGroup, again: PersistentMessage, tensor: Array, frame: 
 _guard.inside.add(_begin.__code__)
 
 
-def _start_send(
-    group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType, packed: Array | None = None
-) -> Work | None:
+def _start_send(group: ProcessGroup, again: PersistentSend, tensor: Array, frame: FrameType) -> Work | None:
     operation: _PreparedSend | None = None
     try:
         with _guard:
@@ -276,17 +266,17 @@ def _start_send(
                 return None
             try:
                 made = _PreparedSend(group, again, tensor, frame)
-                made.send = packed
-                claim, moved = None, tensor if packed is None else packed
+                claim, moved = None, again.moved(tensor)
                 if again.compares:
                     claim = _claim(made, False)
                     if claim is None:
                         again.give_back()
                         return None  # the general way raises the error
-                if claim is not None and (packed is not None or again.elements is None):
+                if claim is not None and again.elements is None:
                     made.after = contents(tensor)
+                if moved is not tensor:
+                    moved[...] = tensor
                 if again.elements is not None:
-                    again.elements[...] = moved
                     again.start()
                 else:
                     made._current = again.start_apart(moved, group.posting)
@@ -305,9 +295,7 @@ def _start_send(
     return _work(operation, claim)
 
 
-def _start_receive(
-    group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType, packed: Array | None = None
-) -> Work | None:
+def _start_receive(group: ProcessGroup, again: PersistentReceive, tensor: Array, frame: FrameType) -> Work | None:
     receiver = group.pair.receiver
     key, posted = again.key, receiver.posted
     with _guard:
@@ -321,7 +309,9 @@ def _start_receive(
             if not locked or receiver.waiting or receiver.queues or key in posted or again.rank is None:
                 return None
             made = _PreparedReceive(group, again, tensor, frame)
-            made.recv = packed
+            moved = again.moved(tensor)
+            if again.elements is None and moved is not tensor:
+                made.recv = moved
             claim = None
             if again.compares:
                 claim = _claim(made, True)
@@ -394,10 +384,7 @@ class _PreparedMessage(Request):
 
 
 class _PreparedSend(_PreparedMessage):
-    """A send; ``after`` is what must be in the array when the program has waited, empty if nobody compares.
-
-    ``send`` is the packed array in place of ``arrays``, or None.
-    """
+    """A send; ``after`` is what must be in the array when the program has waited, empty if nobody compares."""
 
     __slots__ = ()
     name = "isend"
@@ -406,7 +393,7 @@ class _PreparedSend(_PreparedMessage):
         again = self.held
         if not again.test() or (self._current is not None and not self._current.Test()):
             return
-        if self.claim is not None and again.elements is not None and self.send is None:
+        if self.claim is not None and again.elements is not None:
             self.after = again.elements.tobytes()
         again.current = None
         self._complete()
@@ -418,8 +405,8 @@ class _PreparedReceive(_PreparedMessage):
 
     ``before`` is what the array held at the start, to find writes of the program; None if they are not looked for, and once the
     message has come and there were none. ``after`` is what the extension found there when the elements had arrived, if it looked
-    before the program waited. ``move`` is the general receive of a message that was not as expected. ``recv`` is the packed array
-    to which elements that move apart go, in place of ``arrays``, or None.
+    before the program waited. ``move`` is the general receive of a message that was not as expected. ``recv`` is memory of the
+    message to which elements that move apart go, if they are copied to ``arrays`` from there; otherwise None.
     """
 
     __slots__ = ()
@@ -432,7 +419,7 @@ class _PreparedReceive(_PreparedMessage):
     def _receive(self) -> bool:
         """Progress the receive; return whether it is complete."""
         again, array = self.held, self.arrays
-        moved = array if self.recv is None else self.recv
+        moved = again.elements if again.elements is not None else array if self.recv is None else self.recv
         if self._current is None:
             if not again.test():
                 return False
@@ -445,17 +432,16 @@ class _PreparedReceive(_PreparedMessage):
             if again.elements is None:
                 self._current = again.start_payload(moved, again.payload_of(moved))
                 waiting.transfer_hint(again.nbytes)
-            elif array.shape == again.shape:
-                array[...] = again.elements
-            else:  # the program has changed the shape meanwhile
-                array.reshape(-1)[...] = again.elements.reshape(-1)
         elif again.current is self:  # the extension has requested the elements
             again.current = None
             waiting.transfer_hint(again.nbytes)
         if self._current is not None and not self._current.Test():
             return False
-        if self._current is not None and moved is not array:
-            array[...] = moved
+        if moved is not array and not self.after:
+            if array.shape == again.shape:
+                array[...] = moved
+            else:  # the program has changed the shape meanwhile
+                array.flat[:] = moved.reshape(-1)
         again.count += 1
         posted = self.group.pair.receiver.posted
         if again.key in posted:

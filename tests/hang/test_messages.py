@@ -471,7 +471,7 @@ sys.modules["mpicoll._native"] = None
 import pytest
 from mpicoll.runtime import native
 assert native.found is None
-files = ("test_repeated_messages", "test_p2p", "test_isend_irecv")
+files = ("test_repeated_messages", "test_strided_messages", "test_p2p", "test_isend_irecv")
 sys.exit(pytest.main(["-q", "--with-mpi", "-p", "no:cacheprovider", *(f"tests/mpi/{name}.py" for name in files)]))
 """,
         2,

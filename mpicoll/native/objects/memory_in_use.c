@@ -24,10 +24,62 @@ static int claim_set(PyObject *claim, PyObject *name, Py_ssize_t address)
     return -failed;
 }
 
-int claims_are_apart(const char *start, Py_ssize_t bytes)
+/* An array as equal blocks at equal distances: along the dimension of the largest stride. */
+typedef struct {
+    const char *start;
+    Py_ssize_t bytes;         /* from the first byte to the last one */
+    Py_ssize_t period, width; /* the distance of the blocks, and the bytes of each; 0 and `bytes`: one block */
+} Blocked;
+
+static Blocked blocked(const char *start, Py_ssize_t bytes, const Array *array)
+{
+    Blocked found = {start, bytes, 0, bytes};
+    for (int i = 0; i < array->nd; i++) {
+        const Py_ssize_t stride = array->strides[i] < 0 ? -array->strides[i] : array->strides[i];
+        if (array->dimensions[i] > 1 && stride > found.period) {
+            found.period = stride;
+            found.width = bytes - (array->dimensions[i] - 1) * stride;
+        }
+    }
+    return found;
+}
+
+/* Return whether two arrays share no byte though they overlap, as two columns of a grid do; 0: that is not known. */
+static int are_interleaved(const Blocked *a, const Blocked *b)
+{
+    const Py_ssize_t period = a->period > b->period ? a->period : b->period;
+    const Py_ssize_t wide_a = a->period == period ? a->width : a->bytes, wide_b = b->period == period ? b->width : b->bytes;
+    if (period == 0)
+        return 0;
+    Py_ssize_t between = (b->start - a->start) % period;
+    between += between < 0 ? period : 0;
+    return between >= wide_a && period - between >= wide_b;
+}
+
+/* Return whether a claim of one array, which stands at `start`, may overlap the memory: both only read, or share no byte. 0: Python has to
+   compare. */
+static int may_overlap(PyObject *claim, const char *start, Py_ssize_t bytes, const Use *use)
+{
+    if (use->array == NULL || (PyObject *)Py_TYPE(claim) != known.claim)
+        return 0;
+    PyObject *reads = PyObject_GetAttr(claim, known.reads), *writes = PyObject_GetAttr(claim, known.does_write);
+    PyObject *array = PyObject_GetAttr(claim, known.of_array);
+    int found = 0;
+    if (reads == Py_False && writes != NULL && array != NULL && Py_IS_TYPE(array, known.array)) {
+        const Blocked mine = blocked(use->start, use->bytes, use->array), other = blocked(start, bytes, (Array *)array);
+        found = (!use->writes && writes == Py_False) || are_interleaved(&mine, &other);
+    }
+    Py_XDECREF(reads);
+    Py_XDECREF(writes);
+    Py_XDECREF(array);
+    PyErr_Clear(); /* Python finds the error again */
+    return found;
+}
+
+int claims_are_apart(const Use *use)
 {
     PyObject *claim, *value;
-    Py_ssize_t at = 0, first = (Py_ssize_t)start;
+    Py_ssize_t at = 0, first = (Py_ssize_t)use->start;
     if (PyDict_Size(known.claims) == 0)
         return 1;
     if (PyDict_Size(known.claims) > CLAIMS_COMPARED || PyObject_Size(known.dropped) != 0)
@@ -36,7 +88,7 @@ int claims_are_apart(const char *start, Py_ssize_t bytes)
         const Py_ssize_t begins = claim_address(claim, known.start), ends = claim_address(claim, known.end);
         if (PyErr_Occurred())
             return -1;
-        if (first < ends && begins < first + bytes)
+        if (first < ends && begins < first + use->bytes && !may_overlap(claim, (const char *)begins, ends - begins, use))
             return 0;
     }
     return 1;

@@ -50,6 +50,107 @@ static PyObject *message_give_back(Message *self, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
+/* ---- the array of a message, which may have its elements at any distances: then they move through memory of the message ---- */
+
+enum { ALIGNED = 0x100, ALIGNED_WRITEABLE = 0x500 }; /* NumPy's flags */
+
+static Strided strided_of(const Message *self, PyObject *given)
+{
+    const Array *array = (Array *)given;
+    Py_ssize_t count = 1;
+    for (int i = 0; i < array->nd; i++)
+        count *= array->dimensions[i];
+    return (Strided){array->data, array->nd, array->dimensions, array->strides, self->nbytes / count};
+}
+
+/* The memory of the message for the elements of an array. */
+static char *packed_memory(const Message *self)
+{
+    return message_is_apart(self) ? memory(self->objects[MESSAGE_packed]) : message_elements(self);
+}
+
+int message_fits(const Message *self, PyObject *given)
+{
+    const int receiving = message_receives(self);
+    if (!array_matches(given, self->objects[MESSAGE_dtype], self->objects[MESSAGE_shape], receiving ? ALIGNED_WRITEABLE : ALIGNED))
+        return 0;
+    if (is_contiguous(given))
+        return 1;
+    if (message_is_apart(self) && is_none(self->objects[MESSAGE_packed]))
+        return 0;
+    const Strided array = strided_of(self, given);
+    return !receiving || strided_are_distinct(&array);
+}
+
+Use message_use(const Message *self, PyObject *array)
+{
+    Use use = {memory(array), self->nbytes, (Array *)array, message_receives(self)};
+    if (!is_contiguous(array)) {
+        const Strided strided = strided_of(self, array);
+        use.start = strided_span(&strided, &use.bytes);
+    }
+    return use;
+}
+
+void message_pack(const Message *self, PyObject *array)
+{
+    if (!is_contiguous(array)) {
+        const Strided strided = strided_of(self, array);
+        strided_pack(packed_memory(self), &strided);
+    } else if (!message_is_apart(self))
+        memcpy(message_elements(self), memory(array), (size_t)self->nbytes);
+}
+
+void message_unpack(const Message *self, PyObject *array)
+{
+    if (!is_contiguous(array)) {
+        const Strided strided = strided_of(self, array);
+        strided_unpack(&strided, packed_memory(self));
+    } else if (!message_is_apart(self))
+        memcpy(memory(array), message_elements(self), (size_t)self->nbytes);
+}
+
+int message_is_as_packed(const Message *self, PyObject *array)
+{
+    if (is_contiguous(array))
+        return memcmp(memory(array), message_elements(self), (size_t)self->nbytes) == 0;
+    const Strided strided = strided_of(self, array);
+    return !strided_differ(&strided, packed_memory(self));
+}
+
+PyObject *message_payload(const Message *self, PyObject *array)
+{
+    PyObject *payloads = self->objects[MESSAGE_payloads];
+    PyObject *address = PyLong_FromVoidPtr(is_contiguous(array) ? memory(array) : packed_memory(self));
+    PyObject *found = address == NULL || !PyDict_CheckExact(payloads) ? NULL : PyDict_GetItemWithError(payloads, address);
+    Py_XDECREF(address);
+    return Py_XNewRef(found);
+}
+
+PyObject *message_contents(const Message *self, PyObject *array)
+{
+    const Together all = {self->nbytes, 1};
+    const int packed = is_contiguous(array);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, packed ? contents_size(self->nbytes, all) : self->nbytes);
+    if (found != NULL && packed)
+        contents_copy(PyBytes_AS_STRING(found), memory(array), self->nbytes, all);
+    else if (found != NULL) {
+        const Strided strided = strided_of(self, array);
+        strided_pack(PyBytes_AS_STRING(found), &strided);
+    }
+    return found;
+}
+
+int message_is_changed(const Message *self, PyObject *array, PyObject *held)
+{
+    if (is_none(held))
+        return 1;
+    if (is_contiguous(array))
+        return contents_differ(PyBytes_AS_STRING(held), memory(array), self->nbytes, (Together){self->nbytes, 1});
+    const Strided strided = strided_of(self, array);
+    return PyBytes_GET_SIZE(held) != self->nbytes || strided_differ(&strided, PyBytes_AS_STRING(held));
+}
+
 /* ---- what the start and the end of a message use ---- */
 
 int is_message(PyObject *held)
@@ -57,33 +158,11 @@ int is_message(PyObject *held)
     return held != NULL && PyObject_TypeCheck(held, &MessageType);
 }
 
-PyObject *message_payload(const Message *self, PyObject *array)
-{
-    PyObject *payloads = self->objects[MESSAGE_payloads], *address = PyLong_FromVoidPtr(memory(array));
-    PyObject *found = address == NULL || !PyDict_CheckExact(payloads) ? NULL : PyDict_GetItemWithError(payloads, address);
-    Py_XDECREF(address);
-    return Py_XNewRef(found);
-}
-
 int call_mpi(PyObject *request, PyObject *name)
 {
     PyObject *done = PyObject_CallMethodNoArgs(request, name);
     Py_XDECREF(done); /* True stays */
     return done == NULL ? -1 : done == Py_True;
-}
-
-PyObject *message_contents(const Message *self, PyObject *array)
-{
-    const Together all = {self->nbytes, 1};
-    PyObject *found = PyBytes_FromStringAndSize(NULL, contents_size(self->nbytes, all));
-    if (found != NULL)
-        contents_copy(PyBytes_AS_STRING(found), memory(array), self->nbytes, all);
-    return found;
-}
-
-int message_is_changed(const Message *self, PyObject *array, PyObject *held)
-{
-    return is_none(held) || contents_differ(PyBytes_AS_STRING(held), memory(array), self->nbytes, (Together){self->nbytes, 1});
 }
 
 int message_is_free(const Message *self, PyObject *const *args, int64_t instruction)
@@ -125,8 +204,7 @@ int message_post(Message *self, PyObject *const *args, PyObject *payload)
     if (!message_receives(self)) {
         self->taken = 1;
         self->begun++;
-        if (!message_is_apart(self))
-            memcpy(message_elements(self), memory(args[MESSAGE_ARRAY]), (size_t)self->nbytes);
+        message_pack(self, args[MESSAGE_ARRAY]);
     }
     PyObject *done = PyObject_CallNoArgs(self->objects[MESSAGE_start]);
     Py_XDECREF(done);
@@ -134,6 +212,12 @@ int message_post(Message *self, PyObject *const *args, PyObject *payload)
 }
 
 /* ---- the start of a message that is not waited for ---- */
+
+/* Whether the extension can start a message of an array. Python takes samples of large arrays whose elements stand apart. */
+static int message_may_begin(const Message *self, PyObject *array)
+{
+    return message_fits(self, array) && (is_contiguous(array) || !self->compares || self->nbytes <= SNAPSHOT_BYTES);
+}
 
 static Request *message_request(Message *self, PyObject *const *args, int64_t instruction)
 {
@@ -152,6 +236,8 @@ static Request *message_request(Message *self, PyObject *const *args, int64_t in
         request_set(request, REQUEST_held, (PyObject *)self);
         request_set(request, REQUEST_peer, self->objects[MESSAGE_rank]);
         request_set(request, REQUEST_arrays, array);
+        if (message_is_apart(self) && !is_contiguous(array))
+            request_set(request, receiving ? REQUEST_recv : REQUEST_send, self->objects[MESSAGE_packed]);
         request->tag = PyLong_AsLongLong(self->objects[MESSAGE_tag]);
         /* A signal handler of the program may raise in what is called here. */
         if (!request_give(request, REQUEST_outputs, outputs) || PyErr_Occurred() ||
@@ -172,9 +258,10 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
     PyObject **objects = self->objects, *array = args[MESSAGE_ARRAY], *payload = NULL;
     const int receiving = message_receives(self), sends_apart = !receiving && message_is_apart(self);
     const int free = message_is_free(self, args, request->instruction);
-    if (free != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
+    if (free != 1 || !message_may_begin(self, array))
         return free < 0 ? -1 : 0;
-    const int apart = self->compares ? claims_are_apart(memory(array), self->nbytes) : 1;
+    const Use use = message_use(self, array);
+    const int apart = self->compares ? claims_are_apart(&use) : 1;
     if (apart != 1)
         return apart;
     if (sends_apart && (payload = message_payload(self, array)) == NULL)
@@ -182,7 +269,7 @@ static int message_start(Message *self, PyObject *const *args, Request *request)
     int failed = self->compares && (receiving || sends_apart) &&
                  !request_give(request, receiving ? REQUEST_before : REQUEST_after, message_contents(self, array));
     failed = failed || note_thread(&self->thread) < 0;
-    if (!failed && (request_add_claim(request, memory(array), self->nbytes) < 0 ||
+    if (!failed && (request_add_claim(request, use.start, use.bytes) < 0 ||
                     (receiving && (PyList_Append(known.pending, (PyObject *)request) < 0 ||
                                    PyList_Append(objects[MESSAGE_posted], objects[MESSAGE_key]) < 0)))) {
         PyObject *type, *value, *traceback;
@@ -220,9 +307,10 @@ static PyObject *message_begin(Message *self, PyObject *const *args, Py_ssize_t 
     if (instruction == -1 && PyErr_Occurred())
         return NULL;
     const int free = message_is_free(self, args, instruction);
-    if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY], receiving ? WRITABLE : READABLE))
+    if (free != 1 || !message_may_begin(self, args[MESSAGE_ARRAY]))
         return free < 0 ? NULL : Py_NewRef(Py_None);
-    const int apart = self->compares ? claims_are_apart(memory(args[MESSAGE_ARRAY]), self->nbytes) : 1;
+    const Use use = message_use(self, args[MESSAGE_ARRAY]);
+    const int apart = self->compares ? claims_are_apart(&use) : 1;
     if (apart != 1)
         return apart < 0 ? NULL : Py_NewRef(Py_None);
     Request *request = message_request(self, args, instruction);
@@ -260,7 +348,14 @@ static PyMemberDef message_members[] = {
 };
 #undef FIELD
 
+static PyObject *fits(Message *self, PyObject *array)
+{
+    return PyBool_FromLong(known.array != NULL && PyTuple_Check(self->objects[MESSAGE_shape]) && message_fits(self, array));
+}
+
 static PyMethodDef message_methods[] = {
+    {"fits", (PyCFunction)fits, METH_O,
+     "Return whether the message can move an array of the program, where it stands or through memory of the message."},
     {"take", (PyCFunction)message_take, METH_NOARGS,
      "Acquire the right to use the message, which one call has at a time; raise IndexError if another call has it."},
     {"give_back", (PyCFunction)message_give_back, METH_NOARGS, "Release the right to use the message."},

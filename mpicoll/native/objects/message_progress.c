@@ -16,12 +16,20 @@ static int test_mpi(const Message *self, PyObject *payload)
     return done == NULL ? -1 : done == Py_True;
 }
 
+/* Return whether a message can still move the array of its request, and as it was when the message began: where it stands or not. */
+static int fits_as_begun(const Message *self, const Request *request)
+{
+    const int field = message_receives(self) ? REQUEST_recv : REQUEST_send;
+    PyObject *array = request->objects[REQUEST_arrays];
+    return message_fits(self, array) && (!message_is_apart(self) || is_none(request->objects[field]) == is_contiguous(array));
+}
+
 /* Request the elements that move apart of a message whose envelope has been received. Return 1; 0, and nothing was done, if the message is
    not as expected, or the program has written the array, or Python has to make the request; or -1 and an exception. */
 static int receive_elements(Message *self, Request *request)
 {
     PyObject *array = request->objects[REQUEST_arrays];
-    if (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !message_fits(self, array, WRITABLE) ||
+    if (*(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !fits_as_begun(self, request) ||
         (!is_none(request->objects[REQUEST_claim]) && message_is_changed(self, array, request->objects[REQUEST_before])))
         return 0;
     PyObject *payload = message_payload(self, array);
@@ -92,7 +100,7 @@ static int message_fail(Request *request)
 }
 
 /* Progress another receive whose elements move apart: request them, as their sender may wait for that and send to this rank afterwards; and
-   hold the contents of the array once they have arrived, as the program may not write the array before it has waited. Return 1; 0 if
+   hold the contents of the array once they have arrived there, as the program may not write the array before it has waited. Return 1; 0 if
    Python has to go on; or -1 and an exception. */
 static int advance_receive(Message *self, Request *request)
 {
@@ -101,10 +109,13 @@ static int advance_receive(Message *self, Request *request)
     if (held != 1)
         return held < 0 ? -1 : 1;
     int found = message_test(self, request);
-    if (found == MOVED && !is_none(request->objects[REQUEST_claim]))
-        found = !message_fits(self, array, READABLE)                                       ? OTHERWISE
-                : request_give(request, REQUEST_after, message_contents(self, array)) ? MOVED
-                                                                                      : -1;
+    if (found == MOVED && !is_none(request->objects[REQUEST_claim])) {
+        found = fits_as_begun(self, request) ? MOVED : OTHERWISE;
+        if (found == MOVED)
+            message_unpack(self, array);
+        if (found == MOVED && !request_give(request, REQUEST_after, message_contents(self, array)))
+            found = -1;
+    }
     let_go(request);
     if (found < 0)
         found = message_fail(request) < 0 ? -1 : OTHERWISE;
@@ -176,7 +187,7 @@ int message_finish(Request *request)
     const int compares = !is_none(request->objects[REQUEST_claim]);
     /* Another thread may have asked for a future meanwhile. A request of MPI that is complete is complete in Python's test, too. */
     const int may = request_may_finish(request, known.moving);
-    if (may != 1 || !message_fits(self, array, receiving ? WRITABLE : READABLE))
+    if (may != 1 || !fits_as_begun(self, request))
         return may < 0 ? -1 : 0;
     if (receiving) {
         if (message_is_apart(self) && !is_none(request->objects[REQUEST_after]) &&
@@ -191,12 +202,12 @@ int message_finish(Request *request)
             return -1;
         }
         request_give(request, REQUEST_returned, peer);
-        if (!message_is_apart(self))
-            memcpy(memory(array), message_elements(self), (size_t)self->nbytes);
+        if (is_none(request->objects[REQUEST_after]))
+            message_unpack(self, array);
         self->begun++;
     } else {
         if (compares && (message_is_apart(self) ? message_is_changed(self, array, request->objects[REQUEST_after])
-                                        : memcmp(memory(array), message_elements(self), (size_t)self->nbytes) != 0))
+                                                : !message_is_as_packed(self, array)))
             return 0;
         self->taken = 0;
     }
@@ -225,9 +236,10 @@ static int poll_mpi(const Message *self, PyObject *payload)
 static int move_post(Message *self, PyObject *const *args, int64_t instruction, PyObject **payload)
 {
     const int receiving = message_receives(self), free = message_is_free(self, args, instruction);
-    if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY], receiving ? WRITABLE : READABLE))
+    if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY]))
         return free < 0 ? -1 : 0;
-    const int apart = self->compares ? claims_are_apart(memory(args[MESSAGE_ARRAY]), self->nbytes) : 1;
+    const Use use = message_use(self, args[MESSAGE_ARRAY]);
+    const int apart = self->compares ? claims_are_apart(&use) : 1;
     if (apart != 1)
         return apart;
     if (receiving)
@@ -236,7 +248,8 @@ static int move_post(Message *self, PyObject *const *args, int64_t instruction, 
         *payload = message_payload(self, args[MESSAGE_ARRAY]);
         if (*payload == NULL && !PyErr_Occurred()) {
             self->taken = !receiving; /* no other call may drop a request meanwhile, as Python runs; a receive has the lock for this */
-            *payload = PyObject_CallMethodOneArg((PyObject *)self, known.payload_of, args[MESSAGE_ARRAY]);
+            PyObject *moved = is_contiguous(args[MESSAGE_ARRAY]) ? args[MESSAGE_ARRAY] : self->objects[MESSAGE_packed];
+            *payload = PyObject_CallMethodOneArg((PyObject *)self, known.payload_of, moved);
             self->taken = 0;
         }
         if (*payload == NULL || *payload == Py_None)
@@ -263,15 +276,14 @@ static PyObject *complete_send(Message *self, PyObject *payload)
 static PyObject *complete_receive(Message *self, PyObject *array, PyObject *payload)
 {
     int done = poll_mpi(self, NULL);
-    if (done != 1 || *(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !message_fits(self, array, WRITABLE))
+    if (done != 1 || *(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !message_fits(self, array))
         return done < 0 ? NULL : Py_NewRef(Py_False);
-    if (payload == NULL)
-        memcpy(memory(array), message_elements(self), (size_t)self->nbytes);
-    else {
+    if (payload != NULL) {
         done = call_mpi(payload, known.start_mpi) < 0 ? -1 : poll_mpi(self, payload);
         if (done != 1)
             return done < 0 ? NULL : Py_NewRef(payload);
     }
+    message_unpack(self, array);
     self->begun++;
     return drop_item(self->objects[MESSAGE_posted], self->objects[MESSAGE_key]) < 0 ? NULL : Py_NewRef(Py_True);
 }

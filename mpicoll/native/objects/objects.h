@@ -93,7 +93,7 @@ typedef struct {
 
 #define MESSAGE_FIELDS(_) \
     _(request) _(start) _(test) _(buffer) _(words) _(elements) _(payloads) _(code) _(described) _(rank) _(tag) _(shape) _(dtype) \
-    _(key) _(acquire) _(release) _(posted) _(waiting) _(queues) _(current) _(polls) _(instruction) _(count) _(_datatype) _(_make) _(_post)
+    _(packed) _(key) _(acquire) _(release) _(posted) _(waiting) _(queues) _(current) _(polls) _(instruction) _(count) _(_datatype) _(_make) _(_post)
 
 #define FIELD(name) MESSAGE_##name,
 enum { MESSAGE_FIELDS(FIELD) MESSAGE_OBJECTS };
@@ -167,6 +167,7 @@ typedef struct {
     PyObject *start_mpi, *test_mpi;            /* names of the methods of mpi4py */
     PyObject *payload_of;                      /* name of a method of messages in Python */
     PyObject *acquire, *release;               /* and of those of a lock */
+    PyObject *of_array, *does_write;           /* names of the fields of a claim */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
     PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
     PyObject *default_group;                   /* its attribute `world` is the group of calls without group= */
@@ -200,8 +201,16 @@ static inline char *memory(PyObject *array)
 /* Parse the words of a round; return 0 and set an exception if they are none. */
 int ring_parse_words(PyObject *given, int64_t words[RING_SAID]);
 
+/* Memory that a call is about to use. */
+typedef struct {
+    const char *start;
+    Py_ssize_t bytes;
+    const Array *array; /* all of it; NULL: of several arrays */
+    int writes;         /* 0: an array is only read */
+} Use;
+
 /* Return whether memory is certainly apart from that of all claims; 0: Python has to compare. -1 and an exception: out of memory. */
-int claims_are_apart(const char *start, Py_ssize_t bytes);
+int claims_are_apart(const Use *use);
 /* Add or remove a claim of such memory; return -1 and an exception without memory. */
 int claims_add(PyObject *claim, const char *start, Py_ssize_t bytes);
 int claims_remove(PyObject *claim);
@@ -266,11 +275,20 @@ static inline int message_is_apart(const Message *self)
     return self->inside < 0;
 }
 
-/* Return whether an array of the program can be moved as it is by the message. */
-static inline int message_fits(const Message *self, PyObject *given, int flags)
+static inline int is_contiguous(PyObject *array)
 {
-    return array_matches(given, self->objects[MESSAGE_dtype], self->objects[MESSAGE_shape], flags);
+    return (((Array *)array)->flags & C_CONTIGUOUS) != 0;
 }
+
+/* Return whether a message can move an array of the program, where it stands or through memory of the message. */
+int message_fits(const Message *self, PyObject *given);
+/* Where the memory of an array stands, for the claims. */
+Use message_use(const Message *self, PyObject *array);
+/* Copy the elements of a send to memory of the message, or those of a receive from there; nothing if they move from where they stand. */
+void message_pack(const Message *self, PyObject *array);
+void message_unpack(const Message *self, PyObject *array);
+/* Return whether an array has the elements that message_pack() has copied. */
+int message_is_as_packed(const Message *self, PyObject *array);
 
 /* The arguments of begin() and move(): the group only for begin(). */
 enum { MESSAGE_ARRAY, MESSAGE_CODE, MESSAGE_INSTRUCTION, MESSAGE_GROUP, MESSAGE_ARGUMENTS };

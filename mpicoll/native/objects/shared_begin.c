@@ -147,7 +147,7 @@ static int is_apart(const SharedOperation *self, PyObject *const *args)
 {
     Py_ssize_t bytes;
     const char *start = span(self, args, &bytes);
-    return start == NULL ? 1 : claims_are_apart(start, bytes);
+    return start == NULL ? 1 : claims_are_apart(&(Use){start, bytes, NULL, 1});
 }
 
 /* Whether the input and the output are such as the call was prepared for. */

@@ -1,4 +1,4 @@
-"""Make prepared operations and messages of arrays that cannot be moved as they are: layouts, byte orders and half types.
+"""Make prepared operations of arrays that cannot be moved as they are: layouts, byte orders and half types.
 
 Such an array has a *packed* one in its place, in C order and with a dtype of MPI. A result is copied back at the end of the call.
 """
@@ -12,16 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.checks.memory_in_use import RequestClaim, claims
-from mpicoll.groups.process_group import ProcessGroup
+from mpicoll.checks.memory_in_use import claims
 from mpicoll.groups.registry import default
 from mpicoll.memory.adapt import adapt, apart, same_dtype
 from mpicoll.memory.half import wide
-from mpicoll.memory.memory import Array, Memory
-from mpicoll.memory.protocols import view_of
+from mpicoll.memory.memory import Memory
 from mpicoll.memory.scratch import scratch
-from mpicoll.operations import dispatch, messages
-from mpicoll.operations.messages import move_prepared
+from mpicoll.operations import dispatch
 from mpicoll.operations.prepared import prepared_of
 from mpicoll.operations.work import Work
 from mpicoll.runtime import handler_calls, signals
@@ -141,56 +138,3 @@ def again_packed(
         if made:
             arrays.unpack()
         return made
-
-
-def _packed_message(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> tuple[Array, Array, Memory] | None:
-    """Return a message's array of NumPy, the packed array, filled for a send, and its memory.
-
-    None if the array can be moved as it is, or if there is no persistent request.
-    """
-    array = tensor if type(tensor) is np.ndarray else view_of(tensor, 4)
-    if array is None or (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
-        return None
-    known: Any = default.world if group is None else group
-    if type(known) is not ProcessGroup or type(rank) is not int or type(tag) is not int:
-        return None
-    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
-    if (rank, tag, array.shape, native) not in (known.receives if receives else known.sends):
-        return None
-    try:
-        memory = adapt(array, "tensor", writable=receives)
-    except (TypeError, ValueError) as error:  # raised by the general way
-        if handler_calls.raised(error) is not None:
-            raise
-        return None
-    if not receives:
-        memory.filled()
-    return array, memory.flat.view(native).reshape(array.shape), memory
-
-
-def move_packed(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> bool:
-    """Send or receive a packed array by a persistent request; arguments and result as of :func:`move_prepared`."""
-    with signals.guard:
-        found = _packed_message(tensor, rank, group, tag, receives)
-        if found is None:
-            return False
-        array, moved, memory = found
-        known: Any = default.world if group is None else group
-        if claims.active and known.compares and claims.conflict_once(RequestClaim(array, writes=receives)):
-            return False  # the general way raises
-        if not move_prepared(moved, rank, group, tag, receives, 3):
-            return False
-        if memory.unpack is not None:
-            memory.unpack()
-    return True
-
-
-def start_packed(tensor: Any, rank: Any, group: Any, tag: Any, receives: bool) -> Work | None:
-    """Start a message of a packed array by a persistent request; arguments and result as of :func:`start_prepared`."""
-    with signals.guard:
-        found = _packed_message(tensor, rank, group, tag, receives)
-        if found is None:
-            return None
-        array, moved, _ = found
-        work = messages.start_packed(array, moved, rank, group, tag, receives, 3)
-    return work if work is None or array is tensor else work.with_output(tensor)

@@ -21,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.memory.dtypes import element
+from mpicoll.memory.layouts import overlaps
 from mpicoll.memory.memory import Array
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.call_site import CallSite
@@ -48,6 +49,7 @@ class PythonMessageFields:
 
     Attributes:
         elements: the few elements of a message in ``buffer``; None if the elements move apart.
+        packed: memory for elements that move apart, of arrays that are not contiguous; None until there was one.
         payloads: persistent requests of elements that move apart, by the address of the array; they refer to no memory.
         words: the words of the envelope in ``buffer``.
         spins: the number of polls before a wait like any other.
@@ -78,6 +80,7 @@ class PythonMessageFields:
             "instruction",
             "key",
             "nbytes",
+            "packed",
             "payloads",
             "peer",
         ),
@@ -104,6 +107,7 @@ class PythonMessageFields:
     buffer: Any
     words: Any
     elements: Any
+    packed: Array | None
     payloads: dict[int, MPI.Prequest]
     code: CodeType | None
     described: tuple[Any, ...]
@@ -150,6 +154,17 @@ class PythonMessageFields:
         """Return None: only the extension starts a message in one step."""
         return None
 
+    def fits(self, array: Any) -> bool:
+        """Return whether the message can move an array of the program, where it stands or through memory of the message."""
+        if type(array) is not np.ndarray or array.dtype is not self.dtype or array.shape != self.shape:
+            return False
+        flags, receives = array.flags, self.posted is not None
+        if not flags.aligned or (receives and not flags.writeable):
+            return False
+        return flags.c_contiguous or not (
+            (self.elements is None and self.packed is None) or (receives and overlaps(array))
+        )
+
     def move(self, array: Array, code: CodeType, instruction: int) -> Any:
         """Make the message, and poll MPI until all of it has moved.
 
@@ -162,14 +177,18 @@ class PythonMessageFields:
             or of a receive whose envelope is pending or not as expected, False; else the request of the elements, which move
             apart.
         """
-        if not matches_in_python(array, self.dtype, self.shape, self.posted is not None) or self.rank is None:
+        if not self.fits(array) or self.rank is None:
             return None
         apart = self.elements is None
         if self.posted is not None:
             return self._receive(array, apart, code, instruction)
         return self._send(array, apart) if self.code is code and self.instruction == instruction else None
 
-    def payload_of(self, tensor: Array) -> MPI.Prequest | None:
+    def payload_of(self, moved: Array) -> MPI.Prequest | None:
+        """See :class:`PersistentMessage`."""
+        raise NotImplementedError
+
+    def moved(self, array: Array) -> Array:
         """See :class:`PersistentMessage`."""
         raise NotImplementedError
 
@@ -178,13 +197,14 @@ class PythonMessageFields:
             self.take()
         except Busy:
             return None
-        payload = self.payload_of(array) if apart else None
+        moved = self.moved(array)
+        payload = self.payload_of(moved) if apart else None
         if apart and (payload is None or not self.acquire(False)):
             self.give_back()
             return None
         try:
-            if not apart:
-                self.elements[...] = array
+            if moved is not array:
+                moved[...] = array
             self.start()
             if payload is not None:
                 payload.Start()
@@ -205,7 +225,8 @@ class PythonMessageFields:
             if self.waiting or self.queues or self.key in self.posted or self.rank is None:
                 return None
             self.code, self.instruction = code, instruction
-            payload = self.payload_of(array) if apart else None
+            moved = self.moved(array)
+            payload = self.payload_of(moved) if apart else None
             if apart and payload is None:
                 return None
             self.posted.append(self.key)
@@ -215,12 +236,12 @@ class PythonMessageFields:
         _threads.add(get_ident())
         if not self._poll(self.test) or self.words[0] != self.expected:
             return False
-        if payload is None:
-            array[...] = self.elements
-        else:
+        if payload is not None:
             payload.Start()
             if not self._poll(payload.Test):
                 return payload
+        if moved is not array:
+            array[...] = moved
         self.posted.remove(self.key)
         self.count += 1
         return True
@@ -277,6 +298,12 @@ class PersistentMessage(MessageFields):
         self.shape, self.dtype = shape, dtype
         self.request = request
         self.start, self.test = request.Start, request.Test
+
+    def moved(self, array: Array) -> Array:
+        """Return the memory that moves for an array that fits: the array, or memory of the message for the same elements."""
+        if self.elements is not None:
+            return self.elements  # type: ignore[no-any-return]
+        return array if array.flags.c_contiguous or self.packed is None else self.packed
 
     def payload_of(self, tensor: Array) -> MPI.Prequest | None:
         """Return the persistent request of the elements of an array, not started; None if they have none, or have another size.
@@ -405,22 +432,6 @@ class PersistentReceive(PersistentMessage):
 
 def _size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def matches_in_python(tensor: Any, dtype: np.dtype[Any], shape: tuple[int, ...], writes: bool) -> bool:
-    """Return whether an array can be moved as it is by a message that was prepared for a dtype and a shape.
-
-    Args:
-        writes: the message is received into the array.
-    """
-    if type(tensor) is not np.ndarray or tensor.dtype is not dtype or tensor.shape != shape:
-        return False
-    flags = tensor.flags
-    return bool(flags.carray if writes else flags.c_contiguous and flags.aligned)
-
-
-matches: Callable[[Any, np.dtype[Any], tuple[int, ...], bool], bool]
-matches = matches_in_python if extension is None else extension.matches
 
 
 def _poster(control: MPI.Intracomm, nbytes: int) -> Callable[..., MPI.Request]:

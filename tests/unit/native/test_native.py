@@ -961,18 +961,31 @@ def test_only_arrays_that_were_prepared_for(extension: Any) -> None:
 # ---- functions ----
 
 
-def test_matches(extension: Any) -> None:
-    """An array in one piece of memory, of a dtype and a shape, is told from others."""
+@pytest.mark.parametrize("receives", [False, True])
+def test_fits(extension: Any, receives: bool) -> None:
+    """A message tells arrays of its dtype and shape from others, and knows whether it can move them."""
+    message = extension.MessageFields()
     x = np.zeros((2, 3))
-    assert extension.matches(x, x.dtype, (2, 3), True)
-    readonly = x.copy()
+    assert not message.fits(x)
+    message.dtype, message.shape, message.nbytes, message.inside = x.dtype, (2, 3), x.nbytes, x.nbytes
+    message.posted = [] if receives else None
+    wide = np.zeros((4, 6))
+    for given in (x, wide[::2, ::2], wide[1::-1, :3], np.zeros((3, 2)).T, wide[:2, 5:2:-1]):
+        assert message.fits(given)
+    readonly, odd = x.copy(), np.zeros(49, np.int8)[1:].view(x.dtype).reshape(2, 3)
     readonly.setflags(write=False)
-    assert extension.matches(readonly, x.dtype, (2, 3), False)
-    for other, shape in ((readonly, (2, 3)), (x.T, (3, 2)), (x, (3, 2)), (x, (2,)), (x, (2, "3")), ([0.0], (1,))):
-        assert not extension.matches(other, x.dtype, shape, True)
-    assert not extension.matches(x, np.dtype("i8"), (2, 3), True)
-    with pytest.raises(TypeError):
-        extension.matches(x, x.dtype, [2, 3], True)
+    assert message.fits(readonly) is (not receives)
+    shares = np.lib.stride_tricks.as_strided(x, (2, 3), (8, 8))
+    assert message.fits(shares) is (not receives)
+    for other in (x[0], x.reshape(3, 2), x.astype("f4"), x.astype(">f8"), x.view(np.recarray), odd, [0.0], None):
+        assert not message.fits(other)
+    message.inside = -1  # the elements move apart from the envelope
+    assert message.fits(x)
+    assert not message.fits(wide[::2, ::2])
+    message.packed = np.empty((2, 3))
+    assert message.fits(wide[::2, ::2])
+    message.shape = (2, "3")
+    assert not message.fits(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
