@@ -84,12 +84,12 @@ def pack(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> Pack
 
 
 def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [] if given is None else [given]
+    return given if type(given) is list else [] if given is None else [given]
 
 
 def _as_given(given: Any, memories: list[Memory]) -> Any:
     arrays = [memory.flat.reshape(memory.shape) for memory in memories]
-    return arrays if isinstance(given, list) else None if given is None else arrays[0]
+    return arrays if type(given) is list else None if given is None else arrays[0]
 
 
 def _apart_from_its_array(memory: Memory) -> Memory:
