@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -105,8 +104,9 @@ def move_agreed(
         assert isinstance(move, Movement)
     if agreed.uneven and move.kind is Kind.ALL_TO_ALL:
         # A member whose blocks may come with the round does not say how long they are.
-        agreed = replace(agreed, block_bytes=(yield from _check_splits(group, call, move)))
-        move = replace(move, vector=True)
+        told = not group.pair.agreement.channel.carries_data
+        agreed.block_bytes = yield from _check_splits(group, call, move, agreed.block_bytes if told else None)
+        move.vector = True
         shared = group.pair.through(move.kind, EXCHANGE_BYTES)
         if shared is not None:
             yield from open_memory(group, shared)  # for the next such call
@@ -118,7 +118,7 @@ def move_agreed(
     if agreed.device and move.apart:
         # Lists on GPUs stand in one piece of memory, for which MPI's call for equal blocks is the faster one.
         move, spread = large_counts.near(move, 0) or (move, None)
-        move = replace(move, apart=False)
+        move.apart = False
     node, facts = group.pair.node, _facts(group, move, agreed, fixed)
     way = select(facts)
     if way is Way.SHARED_MEMORY and node is not None and not node.ready:
@@ -239,10 +239,15 @@ def _finish(call: CallDescription, after: Callable[[], None] | None) -> None:
             raise
 
 
-def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) -> Generator[Pollable, None, int]:
+def _check_splits(
+    group: ProcessGroup, call: CallDescription, move: Movement, most: int | None
+) -> Generator[Pollable, None, int]:
     """Compare the numbers of elements of all blocks; raise on all members if a rank sends more or less than expected.
 
     Either end of a block may be wrong, so the report has both. Return the bytes of the largest block of all members.
+
+    Args:
+        most: these bytes, if all members know them.
     """
     assert move.send is not None
     assert move.recv is not None
@@ -252,9 +257,10 @@ def _check_splits(group: ProcessGroup, call: CallDescription, move: Movement) ->
         return np.asarray([buffer.size // size] * size if given is None else given, np.int64)
 
     sends, expects = counts(move.send, move.sendcounts), counts(move.recv, move.recvcounts)
-    found = yield from compare_lengths(group.pair.data, sends, expects, block_bytes(move, size))
+    largest = block_bytes(move, size) if most is None else None
+    found = yield from compare_lengths(group.pair.data, sends, expects, largest)
     if isinstance(found, int):
-        return found
+        return found if most is None else most
     sent, expected = found
     words = [
         f"{mine} {n[peer]} element{'s' if n[peer] != 1 else ''} {what} rank {group.ranks[peer]}, which {theirs} {other[peer]}"

@@ -89,7 +89,7 @@ class _Incoming:
 
 
 def compare_lengths(
-    comm: MPI.Intracomm, sends: Any, expects: Any, largest: int
+    comm: MPI.Intracomm, sends: Any, expects: Any, largest: int | None
 ) -> Generator[Pollable, None, int | tuple[Any, Any]]:
     """Compare the lengths that each member sends with those that the others expect.
 
@@ -99,19 +99,22 @@ def compare_lengths(
 
     Args:
         sends, expects: lengths of the blocks to and from each member, int64.
-        largest: bytes of the largest block of this member.
+        largest: bytes of the largest block of this member; None, on all members: they need not find the largest of all.
 
     Returns:
-        The bytes of the largest block of all members; or, on all members, a pair: the lengths that each member sends to this one,
-        and those that each member expects from this one.
+        The bytes of the largest block of all members, or 0. If lengths differ, on all members a pair: those that each member
+        sends to this one, and those that each member expects from this one.
     """
     size = comm.Get_size()
     of_sends, of_expects = _numbers_of_pairs(comm.Get_rank(), size)
     # Arrays of one element, as scalars of NumPy warn of an overflow.
     total = np.array([np.vdot(of_sends, sends.view(np.uint64))])
     total -= np.array([np.vdot(of_expects, expects.view(np.uint64))])
-    most = np.array([largest], np.int64)
-    yield from [comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM), comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)]
+    most = np.array([largest or 0], np.int64)
+    requests = [comm.Iallreduce(MPI.IN_PLACE, total, MPI.SUM)]
+    if largest is not None:
+        requests.append(comm.Iallreduce(MPI.IN_PLACE, most, MPI.MAX))
+    yield from requests
     if not total[0]:
         return int(most[0])
     sent, expected = np.empty(size, np.int64), np.empty(size, np.int64)
