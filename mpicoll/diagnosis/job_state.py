@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -184,10 +184,13 @@ def write_place() -> None:
     known.board.slots.write_place(site, *_last_call(known)[:2])
 
 
-def await_death(board: Board) -> str:
+def await_death(board: Board, note: Callable[[int], None]) -> str:
     """Block until the next rank of this node dies, and return the sentence to print; "" if no rank is left.
 
     For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.NodeBoard.await_death`).
+
+    Args:
+        note: called with the rank.
     """
     slots = board.slots
     try:
@@ -195,6 +198,7 @@ def await_death(board: Board) -> str:
         if rank < 0 or slots is None or rank in reported_dead or board.failed:
             return ""  # after a known failure the launcher ends the other ranks
         reported_dead.add(rank)
+        note(rank)
         place = slots.place(rank)
     except (OSError, ValueError):
         return ""  # the communicator was freed
@@ -202,7 +206,7 @@ def await_death(board: Board) -> str:
     waits += [call.describe() for call in tuple(watchdog.active.values())]
     return (
         f"rank {rank}'s process ended without a report: killed by a signal, or os._exit or os.exec"
-        + (f" (at {place})" if place.site else "")
+        + (f" (last seen at {place})" if place.site else "")
         + (f"; rank {board.rank} waits in {waits[0]}" if waits else "")
     )
 

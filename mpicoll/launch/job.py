@@ -279,7 +279,7 @@ class Job:
         records = read_records(self.directory)
         if self._given_up:
             code = 0  # the exit code of a launcher that this process ended by SIGTERM means nothing
-        outcome = decide(records, code, self.launch.family, local=self.launch.local)
+        outcome = decide(records, code, self.launch.family, local=self.launch.local, given_up=self._given_up)
         if outcome.rank is None and not outcome.intended:
             printed.show()
         return outcome, bytes(printed.seen)
@@ -374,14 +374,16 @@ class Job:
     def _give_up_after_failure(self) -> None:
         """End a job in which a rank has failed, if its launcher does not end the job.
 
-        MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end. A launcher
-        that got arguments from the user is not ended here, as fault tolerance may be among the arguments.
+        MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end; with the option
+        -disable-auto-cleanup also in any other call, if a rank ends with exit code 0 without MPI_Finalize. A launcher that got
+        arguments from the user is not ended here, as fault tolerance may be among the arguments.
         """
         now = time.monotonic()
         if now < self._next_look or self._stop_time is not None or self.options.extra:
             return
         self._next_look = now + 0.2
-        if not any(record.kind == "exit" and record.value for record in read_records(self.directory)):
+        records = read_records(self.directory)
+        if not any(record.kind == "died" or (record.kind == "exit" and record.value) for record in records):
             return
         self._failed = self._failed or now
         if now - self._failed > GRACE:

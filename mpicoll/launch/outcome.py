@@ -20,23 +20,32 @@ class Outcome:
     Attributes:
         early: a rank that ended without an error before it, which made ``rank`` fail.
         intended: a rank has ended the job by intent, and has printed why.
+        left: the process of ``rank`` has ended with exit code 0, and not in an orderly way.
     """
 
     code: int
     rank: int | None = None
     early: int | None = None
     intended: bool = False
+    left: bool = False
 
     @property
     def text(self) -> str:
         """The outcome in words."""
+        if self.left:
+            return f"rank {self.rank} ended with exit code 0 and without MPI_Finalize; ended the job: exit code {self.code}"
         if self.early is None:
             return f"rank {self.rank} failed first: {describe(self.code)}"
         return f"rank {self.early} ended first, and rank {self.rank} failed because of it: {describe(self.code)}"
 
 
-def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True) -> Outcome:
+def decide(
+    records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True, given_up: bool = False
+) -> Outcome:
     """Return the exit code of the rank that failed first; pure.
+
+    Args:
+        given_up: `mpicoll run` has ended the job, as its launcher did not.
 
     The first recorded failure counts, with two exceptions. After ``MPI_Abort(7)`` the launcher kills every rank, the caller
     included, and only the launcher knows the 7. This does not apply if a rank that failed later, with its own code, ended the
@@ -49,6 +58,9 @@ def decide(records: Sequence[Record], mpiexec_code: int, family: Family, *, loca
     first = next((record for record in records if record.kind in _FAILED and record.value != 0), None)
     if not local and code != 0:
         return Outcome(code)
+    died = next((record for record in records if record.kind == "died" and given_up), None)
+    if died is not None and Record("exit", died.rank, 0) in records:
+        return Outcome(1, died.rank, left=True)
     without = next((record for record in records if record.kind in ("early", "lost")), None)
     if without is not None and (first is None or records.index(without) < records.index(first)):
         # On a busy machine the shell of a killed rank may record its end last.

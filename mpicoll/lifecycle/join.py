@@ -32,6 +32,7 @@ from mpicoll.errors import (
 )
 from mpicoll.groups import process_group, registry
 from mpicoll.groups.communicators import CommunicatorPair, Pool, duplicate, mpi_text
+from mpicoll.launch.job_folder import append_record
 from mpicoll.launch.wrong_starts import ask_srun, check_world, script_of, unused_allocation
 from mpicoll.lifecycle import exit_code, hooks, teardown, termination
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
@@ -153,7 +154,7 @@ def join(
             if endpoint.topology is None:
                 _look_around(endpoint, pair, settings, ("", 0) if devices is None else devices.chosen())
                 if how == "job" and endpoint.board.slots is not None and len(endpoint.board.slots.ranks) > 1:
-                    watchdog.watch(partial(await_death, endpoint.board))
+                    watchdog.watch(partial(await_death, endpoint.board, lambda rank: append_record("died", rank, 0)))
         topology = state.topology = endpoint.topology
         endpoint.settle(*composed.drive(state.world, call, pair.sweep(), limit))
         state.pool.open_transports(pair, topology, settings, level)

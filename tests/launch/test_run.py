@@ -125,6 +125,28 @@ def test_exit_code_of_the_first_failure(how: str, tmp_path: Path) -> None:
     assert result.err.count("Traceback") == (how == "exception")
 
 
+def test_a_rank_that_leaves_without_finalizing(tmp_path: Path) -> None:
+    """The other rank, who waits in a call of MPI, is ended, though the exit code is 0; ranks that all end so are no failure."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys, time
+        import mpicoll as dist
+        dist.init_process_group()
+        dist.barrier()
+        if dist.get_rank() == 1 or sys.argv[1] == "all":
+            os._exit(0)
+        from mpi4py import MPI
+        MPI.COMM_WORLD.recv(source=1)
+        """,
+    )
+    result = call([*RUN, "-n", "2", script, "one"])
+    assert result.code, result
+    if find_library().family == "mpich":  # Open MPI's mpirun itself ends such jobs
+        assert "rank 1 ended with exit code 0 and without MPI_Finalize" in result.err, result
+        assert call([*RUN, "-n", "2", script, "all"]).code == 0
+
+
 def test_a_rank_that_dies_before_mpi_starts(tmp_path: Path) -> None:
     """The others, who wait in MPI_Init, are ended (MPICH's mpiexec alone would leave them there for ever)."""
     script = write(

@@ -69,9 +69,11 @@ def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None
     slots: Any = SimpleNamespace(await_death=lambda: 7, place=lambda rank: Place(0.0, "job.py:3", ""))
     board.slots = slots
     board.dead.add(7)
+    noted: list[int] = []
     try:
-        assert "rank 7's process ended without a report" in await_death(board)
-        assert await_death(board) == ""
+        assert "rank 7's process ended without a report" in await_death(board, noted.append)
+        assert await_death(board, noted.append) == ""
+        assert noted == [7]
     finally:
         reported_dead.discard(7)
 
