@@ -51,8 +51,9 @@ class Failure:
     calls: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        after = f", after its last call {self.op} at {self.last}" if self.op else ""
-        return f"rank {self.rank} failed: {self.what}" + (f" (at {self.site}{after})" if self.site else "")
+        after = f", after its last known call {self.op} at {self.last}" if self.op else ""
+        seen = "last seen at" if self.op else "at"
+        return f"rank {self.rank} failed: {self.what}" + (f" ({seen} {self.site}{after})" if self.site else "")
 
 
 EARLIER_TAGS = -1

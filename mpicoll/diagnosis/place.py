@@ -21,4 +21,4 @@ class Place:
     last: str = ""
 
     def __str__(self) -> str:
-        return self.site + (f", after its last call {self.op} at {self.last}" if self.op else "")
+        return self.site + (f", after its last known call {self.op} at {self.last}" if self.op else "")

@@ -452,7 +452,7 @@ def failed_entry(failure: Failure) -> RankState:
             places = short_paths(_PLACE.findall(what))
             what = _PLACE.sub(lambda found: places[found[0]], what)
         return RankState(ranks, state="failed", problem=what, site=failure.site)
-    where = f" (at {short_paths([failure.site])[failure.site]})" if failure.site else ""
+    where = f" (last seen at {short_paths([failure.site])[failure.site]})" if failure.site else ""
     return RankState(ranks, failure.op, site=failure.last, state="failed", problem=failure.what + where)
 
 

@@ -837,7 +837,9 @@ except dist.PeerFailedError as error:
     for rank in (0, 2):
         said = " ".join(job.out[rank].split())
         assert "rank 1 failed: its process ended without a report" in said, job
-        assert "(at job.py:11 in <module>()), after its last call barrier at job.py:9, while" in said, job
+        assert "(last seen at job.py:11 in <module>()), after its last known call barrier at job.py:9, while" in said, (
+            job
+        )
         assert f"while rank {rank} waited in all_reduce #2 float64[2] SUM on group WORLD at job.py:14" in said, job
         assert re.search(r"rank 1: failed: its process ended .*, last call barrier at job.py:9 ", said), job
         assert "broken" in job.out[rank], job

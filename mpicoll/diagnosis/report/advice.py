@@ -26,6 +26,10 @@ CORRECT_ARGUMENTS = Message(
     "correct the arguments on {ranks}; nothing is wrong with the calls of the other ranks",
     "Ranks passed arguments that the call refuses.",
 )
+CORRECT_AND_COMPARE = Message(
+    "correct the arguments on {ranks}; the calls of the other ranks differ, too: make them alike",
+    "Ranks passed arguments that the call refuses, and other ranks made different calls.",
+)
 CORRECT_FIRST = Message(
     "correct the arguments on {ranks}: the call raises there when the other ranks have made it",
     "A wait that does not end: a rank made the call with arguments that it refused.",
@@ -228,7 +232,14 @@ def after_mismatch(
         return COMPARE_CALLS(ranks=ranks)
     if lacking:
         message = {"memory": FREE_MEMORY, "GPU": FIND_GPU_ERROR}.get(next(iter(lacking)), CORRECT_ARGUMENTS)
-        return (message if len(lacking) == 1 else CORRECT_ARGUMENTS)(ranks=ranks)
+        if len(lacking) > 1:
+            message = CORRECT_ARGUMENTS
+        if not all(row.problem for row in rows):
+            ranks, message = (
+                name_runs(join(run for row in rows if row.problem for run in row.ranks), _WIDTH),
+                CORRECT_AND_COMPARE,
+            )
+        return message(ranks=ranks)
     if expected is None or not rows:
         return COMPARE.text
     names = frozenset().union(*differs)

@@ -367,7 +367,7 @@ def made_by_most(table: Table) -> int:
 def _expected_line(report: Report, expected: RankState, width: int) -> str:
     most = made_by_most(report.table)
     call = call_text(replace(expected, problem=""))
-    if most > 1 or any(row.problem for row in report.table.rows):
+    if most > 1 or (most and any(row.problem for row in report.table.rows)):
         return f"  expected: {clip(call, width - 50)}, as {most} of {report.table.ranks} ranks called"
     return f"  compared with what {name_runs(expected.ranks[:1], 24)} called: {clip(call, width - 50)}"
 

@@ -410,7 +410,7 @@ def peer_failed(waiting: RankState, group: str, members: Runs, table: Table, clo
     first = min(rows, key=lambda row: row.ranks)
     how = f"{'was killed' if first.state == 'killed' else 'failed'}: {clip(first.problem, 240, tail=100)}"
     place = first.place(short_sites([waiting, *table.rows]))
-    site = f", after its last call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
+    site = f", after its last known call {first.op} at {place}" if first.op else f" (at {place})" if place else ""
     return Report(
         "peer failed",
         group,

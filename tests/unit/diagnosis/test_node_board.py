@@ -66,7 +66,7 @@ def test_what_a_rank_writes_is_read_by_the_others(path: Path) -> None:
     assert mine.read(9, "state") == b""
     place = mine.place(7)
     assert (place.site, place.op, place.last) == ("somewhere.py:3 in f()", "barrier", "/a/somewhere.py:2")
-    assert str(place) == "somewhere.py:3 in f(), after its last call barrier at /a/somewhere.py:2"
+    assert str(place) == "somewhere.py:3 in f(), after its last known call barrier at /a/somewhere.py:2"
     assert 0 <= place.ago < 60
     assert mine.place(9) == Place()
     assert not mine.place(9).site

@@ -495,6 +495,18 @@ def test_who_is_wrong_where_nobody_is_in_the_majority() -> None:
     assert "compared with what rank 0 called: barrier" in tie.text()
 
 
+def test_wrong_arguments_beside_calls_that_differ() -> None:
+    """The advice clears the other ranks only if they made one call; a tie of them is not called what most ranks made."""
+    wrong = usual([0], key=(), problem="raised ValueError: no")
+    alike = mismatch("WORLD", ((0, 2),), 1, table_of([wrong, usual([1, 2])]))
+    assert "as 2 of 3 ranks called" in alike.text()
+    assert "nothing is wrong with the calls of the other ranks" in alike.text()
+    report = mismatch("WORLD", ((0, 2),), 1, table_of([wrong, usual([1]), usual([2], key=key(elements=2))]))
+    assert "compared with what rank 1 called" in report.text()
+    assert "correct the arguments on rank 0; the calls of the other ranks differ, too" in report.text(width=400)
+    assert report.ranks == [0]
+
+
 def test_the_calls_as_data() -> None:
     """A report's rows are there as dicts, with whole paths and lists of ranks."""
     first, second = a_dtype(4).calls
