@@ -20,7 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Inside a Slurm allocation the job uses all nodes, and without -n as many ranks as there are tasks.",
         epilog="The exit code is that of the rank that failed first; 128+n after signal n, 124 after --timeout, 141 if the "
         "reader of the output has ended, 74 if output could not be written and all ranks ended well.",
-        usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]",
+        usage="mpicoll run -n N [options] script.py [args ...]\n       mpicoll run -n N [options] -m module [args ...]\n"
+        "       mpicoll run -n N [options] python [options of Python] script.py [args ...]",
     )
     parser.add_argument("-n", "-np", "--nprocs", type=int, default=None, metavar="N", help="number of ranks")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
@@ -49,17 +50,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def rank_command(target: str, args: Sequence[str], *, module: bool, python: str) -> list[str]:
     """Return the command of one rank.
 
+    Args:
+        target: a script, a module, or the name ``python`` or ``python3``: what follows are then arguments of Python.
+
     Raises:
         LaunchError: there is no such script or module.
     """
     if not module:
-        if not os.path.exists(target):
-            hint = ""
-            if os.path.basename(target).startswith("python"):
-                rest = shlex.join(args) or "script.py"
-                hint = f": leave it out, `mpicoll run` starts this Python itself (mpicoll run -n 4 {rest})"
-            raise LaunchError(f"there is no file {target}{hint}")
-        return [python, target, *args]
+        if os.path.exists(target):
+            return [python, target, *args]
+        if target not in ("python", "python3"):
+            raise LaunchError(f"there is no file {target}")
+        if not args:
+            raise LaunchError(f"{target} is given no script: mpicoll run -n 4 {target} script.py")
+        return [python, *args]
     top = target.split(".")[0]
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
@@ -80,7 +84,8 @@ def refuse_options(unknown: Sequence[str]) -> None:
     """
     raise LaunchError(
         f"mpicoll run has no option {unknown[0]}. Options of mpiexec go into one string: "
-        f"--mpiexec-args={shlex.quote(unknown[0] + ' ...')}; options of the script stand after the script"
+        f"--mpiexec-args={shlex.quote(unknown[0] + ' ...')}; options of the script stand after the script, options of Python "
+        f"after `python` (mpicoll run -n 4 python {unknown[0]} script.py)"
     )
 
 

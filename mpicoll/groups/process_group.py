@@ -260,7 +260,8 @@ class ProcessGroup(Membership):
         if self.broken is not None:
             raise GroupBrokenError(
                 f"{operation} on group {self.display}: the group cannot be used any more, because {self.broken}. "
-                "Ranks that go on need a new group of ranks that have not ended"
+                "Ranks that go on need a new group, which its members alone make: "
+                "new_group(ranks that have not ended, use_local_synchronization=True)"
             )
 
     def gone(self) -> bool:

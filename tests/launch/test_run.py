@@ -356,6 +356,8 @@ def test_time_limit_and_closed_output(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["-n", "2", "missing.py"], "there is no file missing.py"),
+        (["-n", "2", "python"], "python is given no script"),
+        (["-n", "2", "-u", __file__], "options of Python after `python` (mpicoll run -n 4 python -u script.py)"),
         (["-n", "2", "-m", "missing_module"], "there is no module missing_module"),
         (["-n", "0", __file__], "at least one rank"),
         ([__file__], "the number of ranks is missing"),
@@ -375,6 +377,14 @@ def test_mistakes_are_told_before_the_start(arguments: list[str], words: str) ->
     assert result.code == 2
     assert words in result.err
     assert "Traceback" not in result.err
+
+
+def test_options_of_python() -> None:
+    """What stands behind `python` are options of Python, as behind mpirun; the interpreter is that of `mpicoll run`."""
+    code = "import sys, mpicoll as dist; dist.init_process_group(); print(sys.executable, sys.flags.optimize, *sys.argv[1:])"
+    result = call([*RUN, "-n", "2", "python", "-O", "-c", code, "a", "b"])
+    assert result.code == 0, result
+    assert result.out.splitlines() == [f"{sys.executable} 1 a b"] * 2, result
 
 
 def test_a_hostfile_without_hosts(tmp_path: Path) -> None:
