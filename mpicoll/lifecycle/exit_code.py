@@ -51,7 +51,8 @@ class _Exit(SystemExit):
         global _last
         super().__init__(code)
         self.site, self.cause = site, cause
-        _last = weakref.ref(self)
+        if _in_main_thread() or _last is None or _last() is None:  # a thread may hand its exception to the main thread
+            _last = weakref.ref(self)
 
     def error(self) -> SystemExit:
         """Return the exception that has ended the program, or has not."""
@@ -79,8 +80,14 @@ class _Mark:
         _drop(self)
 
 
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
 def _drop(last: _Exit | _Mark) -> None:
     """Note the exception that is being dropped, if it has ended the program."""
+    if not _in_main_thread():
+        return
     try:
         sys._getframe(2)
     except ValueError:
@@ -98,10 +105,8 @@ _Exit.__module__ = "builtins"  # so Python prints its own name
 
 def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
-    if threading.current_thread() is threading.main_thread():
-        # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
-        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0], cause_among(sys.exc_info()[1]))
-    raise SystemExit(status)
+    # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
+    raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0], cause_among(sys.exc_info()[1]))
 
 
 def mark(error: BaseException) -> None:
@@ -162,8 +167,9 @@ def note_last() -> None:
 def _has_ended_program(error: SystemExit) -> bool:
     """Return whether the exception has left the outermost frame, as the frames of its traceback show.
 
-    The first of them is the outermost frame that has caught the exception. That frame has raised the exception again, and no
-    frame that called it has returned.
+    The first of them is the outermost frame that the exception has reached. That frame has raised the exception again, or it has
+    ended where the exception came, as with a task of asyncio, which holds the exception. And no frame that called that frame has
+    returned.
     """
     trace, running = error.__traceback__, sys._current_frames().get(threading.main_thread().ident or 0)
     if sys.version_info >= (3, 12) or trace is None:  # sys.monitoring has reported the exception
@@ -179,7 +185,7 @@ def _has_ended_program(error: SystemExit) -> bool:
     again = operation == _RAISE and (
         code.co_code[last + 1] == 0 or CallSite.inside(code)
     )  # `raise`; `raise error` of a call
-    if operation != _RERAISE and not again:
+    if operation != _RERAISE and not again and last != trace.tb_lasti:
         return False
     while frame is not None:
         if id(frame) in stack or frame.f_code.co_code[frame.f_lasti] == _RETURN:

@@ -506,6 +506,60 @@ raise SystemExit(main())
     assert job.returncode == 0, job
 
 
+# Each ends rank 1 with exit code 3.
+EXITS_ELSEWHERE = {
+    "task": "async def main(): leave()\nasyncio.run(main())",
+    "task of a task": "async def main(): await asyncio.gather(asyncio.to_thread(dist.get_rank), inner())\n"
+    "async def inner(): leave()\nasyncio.run(main())",
+    "pool": "with ThreadPoolExecutor(1) as pool: pool.submit(leave).result()",
+    "coroutine by hand": "async def main(): leave()\nmain().send(None)",
+    "held": "held = []\ntry: leave()\nexcept SystemExit as error: held.append(error); raise",
+}
+# No rank ends in these.
+EXITS_CAUGHT = {
+    "task": "async def main(): sys.exit(3)\ntry: asyncio.run(main())\nexcept SystemExit as error: held = error",
+    "thread": "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()",
+    "thread without a name": "_thread.start_new_thread(sys.exit, (3,)); time.sleep(0.2)",
+    "pool": "pool = ThreadPoolExecutor(1); future = pool.submit(sys.exit, 3); pool.shutdown(); error = future.exception()",
+    "pool, raised": "try: ThreadPoolExecutor(1).submit(sys.exit, 3).result()\nexcept SystemExit as error: held = error",
+    "loop": "held = []\nfor _ in range(3):\n    try: sys.exit(3)\n    except SystemExit as error: held.append(error)",
+    "cycle": "class C: pass\nc = C()\ntry: sys.exit(3)\nexcept SystemExit as error: c.c, c.error = c, error\ndel c",
+}
+
+
+@pytest.mark.parametrize("how", EXITS_ELSEWHERE)
+def test_sys_exit_in_a_task_or_a_pool(how: str) -> None:
+    """sys.exit ends the program with its code also where a task or a thread has called the function, and Python passes it on."""
+    source = f"""
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+def leave():
+    if r == 1: sys.exit(3)
+    dist.barrier()
+{EXITS_ELSEWHERE[how]}
+"""
+    job = run_job(HEAD + source, 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 3, job
+    assert "rank 1 failed: sys.exit(3) (at job.py:11), while" in job.err[0], job
+
+
+@pytest.mark.parametrize("how", EXITS_CAUGHT)
+def test_sys_exit_that_ends_no_program(how: str) -> None:
+    """A sys.exit that the program catches, or that ends a thread only, is no end of the rank."""
+    source = f"""
+import _thread, asyncio, threading
+from concurrent.futures import ThreadPoolExecutor
+{EXITS_CAUGHT[how]}
+dist.barrier()
+print("through")
+"""
+    job = run_job(HEAD + source, 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+    assert job.out == ["through\n"] * 2, job
+
+
 def test_never_waited_for_at_the_end() -> None:
     """An operation that nobody ever waits for makes the job fail, and its line is named."""
     job = run_job(HEAD + "work = dist.all_reduce(np.ones(1), async_op=True)\ndist.barrier()\n", 2, limit=20)
