@@ -55,7 +55,8 @@ _ABORT = "MPI_Init would abort"
 INHERITED = Message(
     "this process inherited the launch environment of rank {rank} (process {owner}), which started it as a child: MPI_Init "
     "here {effect}, because that rank has already joined the job. Do not initialise MPI in child processes of a "
-    "rank (multiprocessing workers and data loaders included). To run a separate job from inside a rank, start it with "
+    "rank. If multiprocessing, a process pool or a data loader starts this script anew in its workers, put the script's calls "
+    'under `if __name__ == "__main__":`. To run a separate job from inside a rank, start the job with '
     "`mpicoll run -n N {script}`, which cleans the environment, or with the site's mpiexec",
     "A child process of a rank calls `init_process_group`, or initialises MPI through this package.",
     "initialise MPI in the ranks only; start other jobs with `mpicoll run`",
