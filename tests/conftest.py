@@ -34,6 +34,13 @@ MPICH, and those that are long on Open MPI alone."""
 ONE_MPI |= {"test_slurm", "test_killed_by_the_limit", "test_signal_before_the_limit"}
 
 
+def pytest_configure() -> None:
+    """Show the frames of the library in failures of its own tests."""
+    from mpicoll.pytest_plugin import hooks
+
+    hooks.hides_library = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave more to `make test-all` on the second MPI; what is long there, and says little about it, to the first alone."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import struct
+import sys
 import tempfile
 import zlib
 from collections.abc import Generator
@@ -29,6 +30,16 @@ from mpicoll.pytest_plugin.verdicts import (
     words_of,
 )
 from mpicoll.pytest_plugin.watchdog import Watchdog
+
+hides_library = True
+"""Whether pytest shows no frames of the library in the tracebacks of tests; the tests of the library set this to False."""
+
+
+def hide_library() -> None:
+    """Let pytest hide the frames of the library, unless ``--full-trace`` is given: the last frame is the call of the program."""
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] == "mpicoll":
+            vars(module).setdefault("__tracebackhide__", True)
 
 
 class MultiRank:
@@ -106,7 +117,9 @@ class MultiRank:
         self.dog.where = "did not finish teardown"
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, None]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
+        if call.excinfo is not None and hides_library:
+            hide_library()
         result = yield
         report = result.get_result()
         if not self.in_step:

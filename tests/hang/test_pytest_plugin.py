@@ -44,6 +44,28 @@ def counts(result: JobResult) -> str:
     return re.findall(r"=+ (.*) in [\d.]+s", result.out[0])[-1]
 
 
+@pytest.mark.parametrize("option", ["", "--full-trace"])
+def test_the_traceback_ends_at_the_call_of_the_test(option: str, suite: Suite) -> None:
+    """An error of the library is shown without the library's frames, unless all frames are asked for."""
+    job = suite(
+        """
+        import mpicoll as dist
+
+        dist.init_process_group()
+
+        def test_differs():
+            dist.all_reduce(np.ones(3 + rank))
+        """,
+        2,
+        *filter(None, [option]),
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    assert ">       dist.all_reduce(np.ones(3 + rank))" in job.out[0].replace(">           ", ">       "), job
+    assert "rank 1: all_reduce #1 float64[>4<]" in job.out[0], job
+    assert ("mismatch.py" in job.out[0]) is bool(option), job
+
+
 @pytest.mark.slow
 def test_verdicts_are_the_same_on_all_ranks(suite: Suite) -> None:
     """One job with every way in which ranks can end a test alike or differently."""
