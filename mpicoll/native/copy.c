@@ -122,26 +122,42 @@ void copy_out(Stores *stores, char *to, const char *from, ptrdiff_t bytes)
 
 enum Way { PACK, UNPACK, COMPARE };
 
+/* Move or compare some items of `size` bytes, a constant in each call that is expanded. Return whether two differ. */
+static inline __attribute__((always_inline)) int items_of(char *at, ptrdiff_t step, char *packed, ptrdiff_t count, size_t size, enum Way way)
+{
+    int found = 0;
+    for (ptrdiff_t i = 0; i < count && !found; i++, at += step, packed += size)
+        if (way == COMPARE)
+            found = memcmp(at, packed, size) != 0;
+        else
+            memcpy(way == PACK ? packed : at, way == PACK ? at : packed, size);
+    return found;
+}
+
 /* Move some items of `bytes` bytes; `step` bytes apart in the array, and one behind the other in `packed`. Return whether two differ. */
 static int items(char *at, ptrdiff_t step, char *packed, ptrdiff_t count, size_t bytes, enum Way way)
 {
-#define MOVE(size) \
-    for (ptrdiff_t i = 0; i < count; i++, at += step, packed += (size)) \
-        memcpy(way == PACK ? packed : at, way == PACK ? at : packed, (size));
-    if (way == COMPARE) {
-        for (ptrdiff_t i = 0; i < count; i++, at += step, packed += bytes)
-            if (memcmp(at, packed, bytes) != 0)
-                return 1;
-    } else if (bytes == 8)
-        MOVE(8)
-    else if (bytes == 4)
-        MOVE(4)
-    else if (bytes == 16)
-        MOVE(16)
-    else
-        MOVE(bytes)
-#undef MOVE
-    return 0;
+#define OF_WAY(size) \
+    (way == PACK ? items_of(at, step, packed, count, (size), PACK) \
+     : way == UNPACK ? items_of(at, step, packed, count, (size), UNPACK) \
+                     : items_of(at, step, packed, count, (size), COMPARE))
+    switch (bytes) {
+    case 1:
+        return OF_WAY(1);
+    case 2:
+        return OF_WAY(2);
+    case 4:
+        return OF_WAY(4);
+    case 8:
+        return OF_WAY(8);
+    case 16:
+        return OF_WAY(16);
+    case 32:
+        return OF_WAY(32);
+    default:
+        return OF_WAY(bytes);
+    }
+#undef OF_WAY
 }
 
 /* Move the elements of the dimensions from `from` to `to`, behind which each item has `bytes` bytes; all of them have `whole` bytes. */

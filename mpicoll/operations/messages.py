@@ -41,8 +41,8 @@ from mpicoll.runtime.call_site import CallSite, FrameFinder, follow
 from mpicoll.runtime.native import found as extension
 from mpicoll.transports.mpi.messages import Busy, PersistentMessage, PersistentReceive, PersistentSend
 
-PACKED_BYTES = 1024 * 1024
-"""Most bytes of an array that is not contiguous, and moves through memory that its persistent message keeps."""
+PACKED_BYTES = 16 * 1024 * 1024
+"""Most bytes that the persistent sends of a group, and the receives, keep for elements of arrays that are not contiguous."""
 
 # Objects that each call uses, as globals of this module.
 _default = registry.default
@@ -155,8 +155,9 @@ def _complete_receive(group: ProcessGroup, again: PersistentReceive, tensor: Arr
         moved = again.moved(tensor)
         if again.elements is None:
             payload = again.start_payload(moved, again.payload_of(moved))
-    else:
-        moved = again.moved(tensor)
+    else:  # of the memory that moves: another thread may have changed the strides
+        packed = again.packed
+        moved = tensor if packed is None or payload is not again.payload_of(packed) else packed
     if payload is not None and not payload.Test():
         finish(group, again, tensor, payload.Test)
     if moved is not tensor:
@@ -183,7 +184,7 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     if found is None:
         return None
     if not tensor.flags.c_contiguous and found.elements is None and found.packed is None:
-        if tensor.nbytes > PACKED_BYTES:
+        if sum(each.packed.nbytes for each in cache.values() if each.packed is not None) + tensor.nbytes > PACKED_BYTES:
             return None
         found.packed = np.empty(tensor.shape, tensor.dtype)
     found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array

@@ -101,13 +101,12 @@ void message_pack(const Message *self, PyObject *array)
         memcpy(message_elements(self), memory(array), (size_t)self->nbytes);
 }
 
-void message_unpack(const Message *self, PyObject *array)
+void message_unpack(const Message *self, PyObject *array, int packed)
 {
-    if (!is_contiguous(array)) {
+    if (packed || !message_is_apart(self)) {
         const Strided strided = strided_of(self, array);
         strided_unpack(&strided, packed_memory(self));
-    } else if (!message_is_apart(self))
-        memcpy(memory(array), message_elements(self), (size_t)self->nbytes);
+    }
 }
 
 int message_is_as_packed(const Message *self, PyObject *array)

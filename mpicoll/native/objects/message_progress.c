@@ -112,7 +112,7 @@ static int advance_receive(Message *self, Request *request)
     if (found == MOVED && !is_none(request->objects[REQUEST_claim])) {
         found = fits_as_begun(self, request) ? MOVED : OTHERWISE;
         if (found == MOVED)
-            message_unpack(self, array);
+            message_unpack(self, array, !is_contiguous(array));
         if (found == MOVED && !request_give(request, REQUEST_after, message_contents(self, array)))
             found = -1;
     }
@@ -203,7 +203,7 @@ int message_finish(Request *request)
         }
         request_give(request, REQUEST_returned, peer);
         if (is_none(request->objects[REQUEST_after]))
-            message_unpack(self, array);
+            message_unpack(self, array, !is_contiguous(array));
         self->begun++;
     } else {
         if (compares && (message_is_apart(self) ? message_is_changed(self, array, request->objects[REQUEST_after])
@@ -231,9 +231,10 @@ static int poll_mpi(const Message *self, PyObject *payload)
     return done;
 }
 
-/* Post a message whose lock this thread has. Return 1, with the request of elements that move apart in `payload`; 0, and nothing was done,
+/* Post a message whose lock this thread has. Return 1, with the request of elements that move apart in `payload`, and whether they move
+   through `packed` memory; 0, and nothing was done,
    if that is impossible now; or -1 and an exception. */
-static int move_post(Message *self, PyObject *const *args, int64_t instruction, PyObject **payload)
+static int move_post(Message *self, PyObject *const *args, int64_t instruction, PyObject **payload, int *packed)
 {
     const int receiving = message_receives(self), free = message_is_free(self, args, instruction);
     if (free != 1 || !message_fits(self, args[MESSAGE_ARRAY]))
@@ -245,15 +246,20 @@ static int move_post(Message *self, PyObject *const *args, int64_t instruction, 
     if (receiving)
         message_note_site(self, args);
     if (message_is_apart(self)) {
+        const int contiguous = is_contiguous(args[MESSAGE_ARRAY]);
         *payload = message_payload(self, args[MESSAGE_ARRAY]);
         if (*payload == NULL && !PyErr_Occurred()) {
             self->taken = !receiving; /* no other call may drop a request meanwhile, as Python runs; a receive has the lock for this */
-            PyObject *moved = is_contiguous(args[MESSAGE_ARRAY]) ? args[MESSAGE_ARRAY] : self->objects[MESSAGE_packed];
+            PyObject *moved = contiguous ? args[MESSAGE_ARRAY] : self->objects[MESSAGE_packed];
             *payload = PyObject_CallMethodOneArg((PyObject *)self, known.payload_of, moved);
             self->taken = 0;
         }
         if (*payload == NULL || *payload == Py_None)
             return *payload == NULL ? -1 : 0;
+        /* Code of the program may have run. */
+        if (!message_fits(self, args[MESSAGE_ARRAY]) || is_contiguous(args[MESSAGE_ARRAY]) != contiguous)
+            return 0;
+        *packed = !contiguous;
     }
     if (note_thread(&self->thread) < 0 || (receiving && PyList_Append(self->objects[MESSAGE_posted], self->objects[MESSAGE_key]) < 0))
         return -1;
@@ -273,7 +279,7 @@ static PyObject *complete_send(Message *self, PyObject *payload)
     return Py_NewRef(Py_True);
 }
 
-static PyObject *complete_receive(Message *self, PyObject *array, PyObject *payload)
+static PyObject *complete_receive(Message *self, PyObject *array, PyObject *payload, int packed)
 {
     int done = poll_mpi(self, NULL);
     if (done != 1 || *(int64_t *)memory(self->objects[MESSAGE_buffer]) != self->expected || !message_fits(self, array))
@@ -283,7 +289,9 @@ static PyObject *complete_receive(Message *self, PyObject *array, PyObject *payl
         if (done != 1)
             return done < 0 ? NULL : Py_NewRef(payload);
     }
-    message_unpack(self, array);
+    if (!message_fits(self, array)) /* another thread may have changed it */
+        return Py_NewRef(payload == NULL ? Py_False : payload);
+    message_unpack(self, array, packed);
     self->begun++;
     return drop_item(self->objects[MESSAGE_posted], self->objects[MESSAGE_key]) < 0 ? NULL : Py_NewRef(Py_True);
 }
@@ -299,15 +307,15 @@ PyObject *message_move(Message *self, PyObject *const *args, Py_ssize_t count)
     if (instruction == -1 && PyErr_Occurred())
         return NULL;
     PyObject *payload = NULL;
-    int posted = known.request == NULL ? 0 : locks ? message_lock(self) : 1;
+    int packed = 0, posted = known.request == NULL ? 0 : locks ? message_lock(self) : 1;
     if (posted == 1) {
-        posted = move_post(self, args, instruction, &payload);
+        posted = move_post(self, args, instruction, &payload, &packed);
         if (locks)
             message_unlock(self);
     }
     PyObject *moved = posted < 0    ? NULL
                       : posted == 0 ? Py_NewRef(Py_None)
-                      : receiving   ? complete_receive(self, args[MESSAGE_ARRAY], payload)
+                      : receiving   ? complete_receive(self, args[MESSAGE_ARRAY], payload, packed)
                                     : complete_send(self, payload);
     Py_XDECREF(payload);
     return moved;

@@ -284,9 +284,10 @@ static inline int is_contiguous(PyObject *array)
 int message_fits(const Message *self, PyObject *given);
 /* Where the memory of an array stands, for the claims. */
 Use message_use(const Message *self, PyObject *array);
-/* Copy the elements of a send to memory of the message, or those of a receive from there; nothing if they move from where they stand. */
+/* Copy the elements of a send to memory of the message; nothing if they move from where they stand. */
 void message_pack(const Message *self, PyObject *array);
-void message_unpack(const Message *self, PyObject *array);
+/* Copy the elements of a receive from memory of the message, if they came in the envelope or, `packed`, to memory beside it. */
+void message_unpack(const Message *self, PyObject *array, int packed);
 /* Return whether an array has the elements that message_pack() has copied. */
 int message_is_as_packed(const Message *self, PyObject *array);
 

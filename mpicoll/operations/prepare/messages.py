@@ -31,7 +31,7 @@ from mpicoll.transports.mpi.envelope import SMALL_BYTES, WORDS, element_name, fi
 from mpicoll.transports.mpi.messages import ANY_SOURCE, Busy, PersistentReceive, PersistentSend, post_send
 
 MOST = 128
-"""Number of persistent sends, and of persistent receives, of a group; each takes 6 KiB at most."""
+"""Number of persistent sends, and of persistent receives, of a group; each takes 6 KiB at most, but for ``packed`` memory."""
 
 _MOST_SEEN = 1024
 _RARELY = 8
