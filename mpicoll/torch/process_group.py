@@ -146,7 +146,14 @@ class ProcessGroup(NamedGroup):
 
     def _root(self, opts: Any, root: int | None = None) -> int:
         """Return the global rank of the root that a program or the options give."""
-        return self.group.ranks[int(getattr(opts, "rootRank", opts)) if root is None else root]
+        return self._global(int(getattr(opts, "rootRank", opts)) if root is None else root)
+
+    def _global(self, rank: int) -> int:
+        """Return the global rank of a member; for another number one that is none, which the call refuses on all members."""
+        ranks = self.group.ranks
+        if 0 <= rank < len(ranks):
+            return ranks[rank]
+        return -1 if rank in ranks else rank
 
     def _bucket(self) -> str:
         """Return the name of a call of DistributedDataParallel, with its number in the backward pass: that of the bucket."""
@@ -183,10 +190,12 @@ class ProcessGroup(NamedGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:
         """Reduce each tensor of a list over all members, in place: :func:`mpicoll.all_reduce_coalesced` for each dtype."""
         alike: dict[Any, list[Tensor]] = {}
-        for tensor in tensors:
+        for tensor in {
+            id(each): each for each in tensors
+        }.values():  # as torch, which reduces a tensor twice to the same values
             alike.setdefault(tensor.dtype, []).append(tensor)
         if len(alike) == 1:
-            given = tensors, reduce_op(opts, tensors[0])
+            given = next(iter(alike.values())), reduce_op(opts, tensors[0])
             return self._make(coalesced.all_reduce_coalesced, given, tensors, opts)
         return self._make_each(ProcessGroup.allreduce_coalesced, ((each,) for each in alike.values()), tensors, opts)
 
@@ -348,11 +357,11 @@ class ProcessGroup(NamedGroup):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Made:
         """Start to send a tensor to a rank of the group: :func:`mpicoll.isend`."""
         tensor = _one(tensors, "tensors")
-        return self._started(messages.isend(tensor, self.group.ranks[dstRank], self.group, tag), tensors)
+        return self._started(messages.isend(tensor, self._global(dstRank), self.group, tag), tensors)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Made:
         """Start to receive a tensor from a rank of the group: :func:`mpicoll.irecv`."""
-        tensor, source = _one(tensors, "tensors"), self.group.ranks[srcRank]
+        tensor, source = _one(tensors, "tensors"), self._global(srcRank)
         try:
             return self._started(messages.irecv(tensor, source, self.group, tag), tensors)
         except BufferInUseError:
@@ -393,7 +402,7 @@ class ProcessGroup(NamedGroup):
         """
         if self.rank() not in ranks:
             return None
-        members = [self.group.ranks[each] for each in ranks]
+        members = [self._global(each) for each in ranks]
         group = new_group(members, timeout, None, None, True, group_desc, None, False)
         name = group_name or f"{NAME}:{group.group_name}"
         made = ProcessGroup(group, owns=True, store=store_of(name, self._store))

@@ -111,6 +111,42 @@ def test_coalesced_lists() -> None:
     assert torch.equal(tensors[2], sum(of(rank, 2, 2) for rank in ranks()))
 
 
+@pytest.mark.parametrize("root", [-1, "size"])
+def test_ranks_that_are_in_no_group(root: Any) -> None:
+    """A root or a peer below 0, or beyond the group, is refused on all members: it does not count from the end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    root = size if root == "size" else root
+    x = torch.ones(2)
+    opts = dist.ScatterOptions()
+    opts.rootRank = root
+    calls = (
+        lambda root: dist.broadcast(x, group_src=root),
+        lambda root: dist.reduce(x, group_dst=root),
+        lambda root: dist.group.WORLD.scatter([x], [], opts) if root else dist.broadcast(x, 0),
+        lambda root: dist.group.WORLD.broadcast([x], root).wait(),
+    )
+    for make in calls:
+        with pytest.raises(ValueError, match="is not part of group"):
+            make(root)
+        with collective_raises((ValueError, mpicoll.CollectiveMismatchError)):
+            make(root if rank == 0 else 0)
+    for start in (dist.group.WORLD.send, dist.group.WORLD.recv):
+        with pytest.raises(ValueError, match="is not part of group"):
+            start([x], root, 0)
+    assert x.tolist() == [1, 1]
+
+
+def test_a_tensor_that_is_twice_in_a_coalesced_list() -> None:
+    """The tensor is reduced once, as with gloo."""
+    size = dist.get_world_size()
+    x, y = torch.ones(2), torch.ones(3, dtype=torch.int32)
+    made = dist.group.WORLD.allreduce_coalesced([x, y, x])
+    if made is not None:
+        made.wait()
+    assert x.tolist() == [size] * 2
+    assert y.tolist() == [size] * 3
+
+
 @pytest.mark.parametrize("dense", [0, 1])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sparse(dense: int, asynchronous: bool) -> None:
