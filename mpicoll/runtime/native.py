@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "331ce314"
+VERSION = "67599133"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

@@ -245,6 +245,24 @@ def test_an_array_that_changes_its_strides_meanwhile(own_group: Any) -> None:
         assert (y == x).all() or (np.ndarray((900,), buffer=whole, strides=(first,)) == x).all()
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_views_without_elements(shape: tuple[int, ...], own_group: Any) -> None:
+    """A view without elements is sent and received like any other."""
+    before, after = neighbours()
+    x, y = np.zeros((6, 8))[: shape[0] * 2 : 2, ::2] if len(shape) > 1 else np.zeros(0), np.zeros(shape)
+    x = x[:, : shape[1]] if len(shape) > 1 else x
+    for _ in range(5):
+        for given in (x, y):
+            sent = dist.isend(given, after, own_group)
+            dist.recv(y, before, own_group)
+            received = dist.irecv(x, before, own_group)
+            dist.send(y, after, own_group)
+            assert sent is not None
+            assert received is not None
+            sent.wait()
+            received.wait()
+
+
 def test_memory_that_messages_keep(own_group: Any) -> None:
     """Persistent messages keep a limited amount of memory; messages beyond the limit still arrive."""
     before, after = neighbours()

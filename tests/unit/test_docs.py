@@ -116,6 +116,7 @@ def test_places_of_a_sample(size: str, places: int) -> None:
         "docs/arrays.md",
         "docs/clusters.md",
         "docs/groups.md",
+        "docs/mpi4py.md",
         "docs/order-checks.md",
         "docs/performance.md",
         "docs/waiting.md",

@@ -54,6 +54,7 @@ static PyObject *message_give_back(Message *self, PyObject *Py_UNUSED(nothing))
 
 enum { ALIGNED = 0x100, ALIGNED_WRITEABLE = 0x500 }; /* NumPy's flags */
 
+/* The layout of an array that has elements. */
 static Strided strided_of(const Message *self, PyObject *given)
 {
     const Array *array = (Array *)given;
@@ -103,7 +104,7 @@ void message_pack(const Message *self, PyObject *array)
 
 void message_unpack(const Message *self, PyObject *array, int packed)
 {
-    if (packed || !message_is_apart(self)) {
+    if ((packed || !message_is_apart(self)) && self->nbytes > 0) {
         const Strided strided = strided_of(self, array);
         strided_unpack(&strided, packed_memory(self));
     }
