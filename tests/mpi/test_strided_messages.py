@@ -278,7 +278,7 @@ def test_memory_that_messages_keep(own_group: Any) -> None:
     for cache in (own_group.sends, own_group.receives):
         kept = [each.packed.nbytes for each in cache.values() if each.packed is not None]
         assert sum(kept) <= messages.PACKED_BYTES
-        assert len(kept) > 2
+        assert len(kept) > 2 or native.found is None
 
 
 def test_strides_change_within_a_call(own_group: Any) -> None:
