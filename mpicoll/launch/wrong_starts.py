@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpicoll.errors import LaunchError, Message
 from mpicoll.launch.environment import (
@@ -118,11 +119,29 @@ COPIES_OF_RUN = Message(
     "start `mpicoll run` once, in the batch script itself",
 )
 
+GREEN_THREADS = Message(
+    "gevent has replaced the threads of Python (monkey.patch_all), and the threads of this library would wait in C functions, "
+    "which stops all greenlets. Leave the threads as they are: monkey.patch_all(thread=False)",
+    "A program, or a library that the program imports, has called `gevent.monkey.patch_all()` or `patch_thread()`.",
+    "call `gevent.monkey.patch_all(thread=False)`",
+)
+
 Listing = Callable[[], Sequence[str]]
 
 
 def _assumed() -> Sequence[str]:
     return PLUGINS
+
+
+def check_threads(modules: Mapping[str, Any]) -> None:
+    """Raise LaunchError if gevent has replaced the threads of Python.
+
+    Args:
+        modules: the modules that are loaded, by name.
+    """
+    gevent = modules.get("gevent.monkey")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        raise LaunchError(GREEN_THREADS.text)
 
 
 def ask_srun() -> Sequence[str]:

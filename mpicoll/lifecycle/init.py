@@ -13,7 +13,7 @@ from mpicoll.errors import ARGUMENT, DistError, LaunchError
 from mpicoll.groups import registry
 from mpicoll.launch.environment import local_rank_hint, mark_rank, read_launcher
 from mpicoll.launch.job_folder import scrub
-from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, script_of
+from mpicoll.launch.wrong_starts import ask_srun, check_before_mpi, check_child, check_threads, script_of
 from mpicoll.lifecycle.exit_code import mark
 from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
@@ -93,6 +93,7 @@ def init_process_group(
     Source: torch.distributed.init_process_group; MPI-4.1 section 11.2.
     """
     _check_child(world_size)
+    check_threads(sys.modules)
     if registry.current() is not None:
         raise ValueError("trying to initialize the default process group twice!")
     problem: Exception | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from mpicoll.launch.wrong_starts import (
     check_before_mpi,
     check_child,
     check_runner,
+    check_threads,
     check_world,
     script_of,
     unused_allocation,
@@ -492,3 +495,15 @@ def test_the_variables_of_a_rank() -> None:
     assert set(RANK_VARIABLES) == set(with_mpi)
     assert not is_in_job({"RANK": "1", "SLURM_PROCID": "1"})
     assert is_in_job({"PMI_RANK": "0"})
+
+
+def test_threads_that_gevent_has_replaced() -> None:
+    """The library's threads cannot be greenlets: init_process_group says so, before MPI starts."""
+
+    def gevent(*patched: str) -> dict[str, Any]:
+        return {"gevent.monkey": SimpleNamespace(is_module_patched=lambda name: name in patched)}
+
+    check_threads({})
+    check_threads(gevent("socket"))
+    with pytest.raises(LaunchError, match=r"monkey.patch_all\(thread=False\)"):
+        check_threads(gevent("socket", "threading"))
