@@ -51,8 +51,7 @@ class _Exit(SystemExit):
         global _last
         super().__init__(code)
         self.site, self.cause = site, cause
-        if _in_main_thread() or _last is None or _last() is None:  # a thread may hand its exception to the main thread
-            _last = weakref.ref(self)
+        _last = weakref.ref(self)
 
     def error(self) -> SystemExit:
         """Return the exception that has ended the program, or has not."""
@@ -68,8 +67,8 @@ class _Mark:
     The class refers to no exception, so that the exception is dropped as without the mark.
     """
 
-    def __init__(self, error: SystemExit) -> None:
-        self.code, self.site, self.cause = error.code, traceback_site(error.__traceback__), cause_among(error)
+    def __init__(self, error: SystemExit, site: str) -> None:
+        self.code, self.site, self.cause = error.code, site or traceback_site(error.__traceback__), cause_among(error)
 
     def error(self) -> SystemExit | None:
         """Return the exception with this mark; None if the garbage collector is about to drop the exception."""
@@ -105,16 +104,28 @@ _Exit.__module__ = "builtins"  # so Python prints its own name
 
 def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
+    site = program_site(sys._getframe()).rpartition(" in ")[0]
     # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
-    raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0], cause_among(sys.exc_info()[1]))
+    if _in_main_thread():
+        raise _Exit(status, site, cause_among(sys.exc_info()[1]))
+    try:
+        raise SystemExit(status)  # this very class ends a thread silently
+    except SystemExit as error:
+        mark(error, site)  # a pool hands the exception to the main thread
+        raise
 
 
-def mark(error: BaseException) -> None:
-    """Mark an exception of a signal handler that leaves a call: if it is a SystemExit and ends the program, its code is noted."""
+def mark(error: BaseException, site: str = "") -> None:
+    """Mark an exception of a signal handler that leaves a call: if it is a SystemExit and ends the program, its code is noted.
+
+    Args:
+        site: file:line of the program; "": that of the traceback.
+    """
     global _last
     if isinstance(error, SystemExit) and not isinstance(error, _Exit) and sys.version_info < (3, 12):
-        found = error.__dict__["_mpicoll_mark"] = _Mark(error)
-        _last = weakref.ref(found)
+        found = error.__dict__["_mpicoll_mark"] = _Mark(error, site)
+        if _in_main_thread() or _last is None or _last() is None:
+            _last = weakref.ref(found)
 
 
 class _Quit:

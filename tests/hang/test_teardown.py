@@ -519,6 +519,8 @@ EXITS_ELSEWHERE = {
 EXITS_CAUGHT = {
     "task": "async def main(): sys.exit(3)\ntry: asyncio.run(main())\nexcept SystemExit as error: held = error",
     "thread": "thread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()",
+    "thread with calls": "dist.barrier()\ndef work(): dist.barrier(); sys.exit(3)\n"
+    "thread = threading.Thread(target=work); thread.start(); thread.join()",
     "thread without a name": "_thread.start_new_thread(sys.exit, (3,)); time.sleep(0.2)",
     "pool": "pool = ThreadPoolExecutor(1); future = pool.submit(sys.exit, 3); pool.shutdown(); error = future.exception()",
     "pool, raised": "try: ThreadPoolExecutor(1).submit(sys.exit, 3).result()\nexcept SystemExit as error: held = error",
@@ -558,6 +560,7 @@ print("through")
     assert not job.timed_out, job
     assert job.returncode == 0, job
     assert job.out == ["through\n"] * 2, job
+    assert not any("Traceback" in err for err in job.err), job
 
 
 def test_never_waited_for_at_the_end() -> None:
