@@ -57,10 +57,14 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
         LaunchError: there is no such script or module.
     """
     if not module:
-        if os.path.exists(target):
+        own = ("python", "python3", f"python3.{sys.version_info.minor}")
+        runs = os.path.exists(os.path.join(target, "__main__.py")) if os.path.isdir(target) else os.path.exists(target)
+        if runs or (target not in own and os.path.exists(target)):
             return [python, target, *args]
-        if target not in ("python", "python3"):
-            raise LaunchError(f"there is no file {target}")
+        if target not in own:
+            is_other = os.path.basename(target).startswith("python")
+            hint = f": `mpicoll run` starts this Python, {own[-1]} (mpicoll run -n 4 python ...)" if is_other else ""
+            raise LaunchError(f"there is no file {target}{hint}")
         if not args:
             raise LaunchError(f"{target} is given no script: mpicoll run -n 4 {target} script.py")
         return [python, *args]

@@ -190,7 +190,7 @@ def await_death(board: Board, note: Callable[[int], None]) -> str:
     For a thread of its own (see :meth:`mpicoll.diagnosis.node_board.NodeBoard.await_death`).
 
     Args:
-        note: called with the rank.
+        note: called with the rank, unless that rank or this one has destroyed its default group.
     """
     slots = board.slots
     try:
@@ -198,7 +198,9 @@ def await_death(board: Board, note: Callable[[int], None]) -> str:
         if rank < 0 or slots is None or rank in reported_dead or board.failed:
             return ""  # after a known failure the launcher ends the other ranks
         reported_dead.add(rank)
-        note(rank)
+        known = current()
+        if known is not None and known.world.group_name not in destroyed_by(board, rank)[1]:
+            note(rank)
         place = slots.place(rank)
     except (OSError, ValueError):
         return ""  # the communicator was freed

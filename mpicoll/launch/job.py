@@ -36,6 +36,7 @@ from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
 
 GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
 FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
+LEFT_GRACE = 10.0  # the same for a rank that has left with exit code 0 and without MPI_Finalize
 MOMENT = 0.5  # seconds for which output of a job that was stopped waits for a reader
 TIMED_OUT = 124  # as timeout(1)
 CAUSES = {
@@ -383,10 +384,11 @@ class Job:
             return
         self._next_look = now + 0.2
         records = read_records(self.directory)
-        if not any(record.kind == "died" or (record.kind == "exit" and record.value) for record in records):
+        failed = any(record.kind == "exit" and record.value for record in records)
+        if not failed and not any(record.kind == "died" for record in records):
             return
         self._failed = self._failed or now
-        if now - self._failed > GRACE:
+        if now - self._failed > (GRACE if failed else LEFT_GRACE):
             self._given_up, self._stop_time = True, now
 
     def _end_guard(self) -> None:

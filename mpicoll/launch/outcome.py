@@ -74,7 +74,7 @@ def decide(
         elif failed is not None:
             return Outcome(failed.value, failed.rank, without.rank)
     if first is None:
-        return Outcome(code)
+        return Outcome(code or int(died is not None))
     killed = first.kind == "exit" and first.value in (129, 130, 131, 137, 143)
     # MPICH's mpiexec combines the codes of all ranks by OR; codes of signals only combine to one of _SIGNALS again.
     signals = _SIGNALS if family == "mpich" else {first.value}

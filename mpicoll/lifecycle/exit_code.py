@@ -67,8 +67,8 @@ class _Mark:
     The class refers to no exception, so that the exception is dropped as without the mark.
     """
 
-    def __init__(self, error: SystemExit, site: str) -> None:
-        self.code, self.site, self.cause = error.code, site or traceback_site(error.__traceback__), cause_among(error)
+    def __init__(self, error: SystemExit) -> None:
+        self.code, self.site, self.cause = error.code, traceback_site(error.__traceback__), cause_among(error)
 
     def error(self) -> SystemExit | None:
         """Return the exception with this mark; None if the garbage collector is about to drop the exception."""
@@ -79,14 +79,8 @@ class _Mark:
         _drop(self)
 
 
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
 def _drop(last: _Exit | _Mark) -> None:
     """Note the exception that is being dropped, if it has ended the program."""
-    if not _in_main_thread():
-        return
     try:
         sys._getframe(2)
     except ValueError:
@@ -104,28 +98,18 @@ _Exit.__module__ = "builtins"  # so Python prints its own name
 
 def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
-    site = program_site(sys._getframe()).rpartition(" in ")[0]
-    # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
-    if _in_main_thread():
-        raise _Exit(status, site, cause_among(sys.exc_info()[1]))
-    try:
-        raise SystemExit(status)  # this very class ends a thread silently
-    except SystemExit as error:
-        mark(error, site)  # a pool hands the exception to the main thread
-        raise
+    if threading.current_thread() is threading.main_thread():
+        # No name here refers to the exception: its traceback holds this frame, so the name would hold the exception.
+        raise _Exit(status, program_site(sys._getframe()).rpartition(" in ")[0], cause_among(sys.exc_info()[1]))
+    raise SystemExit(status)
 
 
-def mark(error: BaseException, site: str = "") -> None:
-    """Mark an exception of a signal handler that leaves a call: if it is a SystemExit and ends the program, its code is noted.
-
-    Args:
-        site: file:line of the program; "": that of the traceback.
-    """
+def mark(error: BaseException) -> None:
+    """Mark an exception of a signal handler that leaves a call: if it is a SystemExit and ends the program, its code is noted."""
     global _last
     if isinstance(error, SystemExit) and not isinstance(error, _Exit) and sys.version_info < (3, 12):
-        found = error.__dict__["_mpicoll_mark"] = _Mark(error, site)
-        if _in_main_thread() or _last is None or _last() is None:
-            _last = weakref.ref(found)
+        found = error.__dict__["_mpicoll_mark"] = _Mark(error)
+        _last = weakref.ref(found)
 
 
 class _Quit:
@@ -178,9 +162,9 @@ def note_last() -> None:
 def _has_ended_program(error: SystemExit) -> bool:
     """Return whether the exception has left the outermost frame, as the frames of its traceback show.
 
-    The first of them is the outermost frame that the exception has reached. That frame has raised the exception again, or it has
-    ended where the exception came, as with a task of asyncio, which holds the exception. And no frame that called that frame has
-    returned.
+    The first of them is the outermost frame that the exception is known to have reached. That frame has raised the exception
+    again; or, below the module of the program, has ended where the exception came, as with a task of asyncio, which holds the
+    exception. And no frame that called that frame has returned.
     """
     trace, running = error.__traceback__, sys._current_frames().get(threading.main_thread().ident or 0)
     if sys.version_info >= (3, 12) or trace is None:  # sys.monitoring has reported the exception
@@ -196,13 +180,16 @@ def _has_ended_program(error: SystemExit) -> bool:
     again = operation == _RAISE and (
         code.co_code[last + 1] == 0 or CallSite.inside(code)
     )  # `raise`; `raise error` of a call
-    if operation != _RERAISE and not again and last != trace.tb_lasti:
+    raised = operation == _RERAISE or again
+    if not raised and last != trace.tb_lasti:
         return False
+    module = False
     while frame is not None:
         if id(frame) in stack or frame.f_code.co_code[frame.f_lasti] == _RETURN:
             return False
+        module = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
         frame = frame.f_back
-    return True
+    return raised or module
 
 
 def stop() -> None:

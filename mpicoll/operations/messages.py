@@ -52,6 +52,7 @@ _get_ident = threading.get_ident
 _guard = signals.guard
 _ndarray = np.ndarray
 _new_lock = threading.RLock
+_packing = threading.Lock()
 _pending = waiting.pending
 _inside = handler_calls.inside
 _threads = signals.threads
@@ -152,12 +153,11 @@ def _complete_receive(group: ProcessGroup, again: PersistentReceive, tensor: Arr
             memory, receive = adopt(group, again, tensor)
             receive_operation(group, call_of(again), memory, receive, tensor, group.timeout).complete(group.timeout)
             return
-        moved = again.moved(tensor)
+        moved: Any = again.moved(tensor)
         if again.elements is None:
             payload = again.start_payload(moved, again.payload_of(moved))
     else:  # of the memory that moves: another thread may have changed the strides
-        packed = again.packed
-        moved = tensor if packed is None or payload is not again.payload_of(packed) else packed
+        moved = again.packed if again.moves_packed(payload) else tensor
     if payload is not None and not payload.Test():
         finish(group, again, tensor, payload.Test)
     if moved is not tensor:
@@ -183,10 +183,13 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     found = cache.get((rank, tag, tensor.shape, tensor.dtype))
     if found is None:
         return None
-    if not tensor.flags.c_contiguous and found.elements is None and found.packed is None:
-        if sum(each.packed.nbytes for each in cache.values() if each.packed is not None) + tensor.nbytes > PACKED_BYTES:
+    if not tensor.flags.c_contiguous and found.elements is None:
+        with _packing:
+            kept = sum(each.packed.nbytes for each in tuple(cache.values()) if each.packed is not None)
+            if found.packed is None and kept + tensor.nbytes <= PACKED_BYTES:
+                found.packed = np.empty(tensor.shape, tensor.dtype)
+        if found.packed is None:
             return None
-        found.packed = np.empty(tensor.shape, tensor.dtype)
     found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
     cache.last = found
     return found

@@ -11,6 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Generator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ hides_library = True
 def hide_library() -> None:
     """Let pytest hide the frames of the library, unless ``--full-trace`` is given: the last frame is the call of the program."""
     for name, module in tuple(sys.modules.items()):
-        if name.partition(".")[0] == "mpicoll":
+        if name.partition(".")[0] == "mpicoll" and isinstance(module, ModuleType):
             vars(module).setdefault("__tracebackhide__", True)
 
 

@@ -511,7 +511,6 @@ EXITS_ELSEWHERE = {
     "task": "async def main(): leave()\nasyncio.run(main())",
     "task of a task": "async def main(): await asyncio.gather(asyncio.to_thread(dist.get_rank), inner())\n"
     "async def inner(): leave()\nasyncio.run(main())",
-    "pool": "with ThreadPoolExecutor(1) as pool: pool.submit(leave).result()",
     "coroutine by hand": "async def main(): leave()\nmain().send(None)",
     "held": "held = []\ntry: leave()\nexcept SystemExit as error: held.append(error); raise",
 }
@@ -525,13 +524,23 @@ EXITS_CAUGHT = {
     "pool": "pool = ThreadPoolExecutor(1); future = pool.submit(sys.exit, 3); pool.shutdown(); error = future.exception()",
     "pool, raised": "try: ThreadPoolExecutor(1).submit(sys.exit, 3).result()\nexcept SystemExit as error: held = error",
     "loop": "held = []\nfor _ in range(3):\n    try: sys.exit(3)\n    except SystemExit as error: held.append(error)",
+    "pool in a function": "def main():\n"
+    "    with ThreadPoolExecutor(1) as pool: future = pool.submit(sys.exit, 3)\n"
+    "    future.exception()\n    dist.barrier(); print('through'); sys.exit(0)\nmain()",
+    "daemon": "held = []\ndef work():\n    for job in (lambda: sys.exit(3), lambda: time.sleep(9)):\n"
+    "        try: job()\n        except BaseException as error: held.append(error)\n"
+    "threading.Thread(target=work, daemon=True).start(); time.sleep(0.2)",
+    "generator": "import gc\ndef numbers():\n    try: yield 1\n    finally: sys.exit(3)\n"
+    "found = numbers(); next(found); sys.stderr = open('/dev/null', 'w'); del found; gc.collect(); sys.stderr = sys.__stderr__",
+    "thread that raises again": "held = []\ndef work():\n    try: sys.exit(3)\n"
+    "    except SystemExit as error: held.append(error); raise\n_thread.start_new_thread(work, ()); time.sleep(0.2)",
     "cycle": "class C: pass\nc = C()\ntry: sys.exit(3)\nexcept SystemExit as error: c.c, c.error = c, error\ndel c",
 }
 
 
 @pytest.mark.parametrize("how", EXITS_ELSEWHERE)
-def test_sys_exit_in_a_task_or_a_pool(how: str) -> None:
-    """sys.exit ends the program with its code also where a task or a thread has called the function, and Python passes it on."""
+def test_sys_exit_in_a_task(how: str) -> None:
+    """sys.exit ends the program with its code also where a task, or the program itself, holds the exception."""
     source = f"""
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

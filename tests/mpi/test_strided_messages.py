@@ -281,6 +281,27 @@ def test_memory_that_messages_keep(own_group: Any) -> None:
         assert len(kept) > 2 or native.found is None
 
 
+def test_the_request_of_packed_elements(own_group: Any) -> None:
+    """A message knows the request of its packed elements among those of other arrays, and makes and frees none to find out."""
+    before, after = neighbours()
+    arrays = [np.zeros((1000, 2))[:, 0], *(np.zeros(1000) for _ in range(4))]
+    for _ in range(2):
+        for y in (*arrays[1:], arrays[0]):
+            sent = dist.isend(np.ones(1000), after, own_group)
+            received = dist.irecv(y, before, own_group)
+            assert sent is not None
+            assert received is not None
+            sent.wait()
+            received.wait()
+            assert (y == 1).all()
+    (again,) = own_group.receives.values()
+    known = dict(again.payloads)
+    assert [again.moves_packed(each) for each in known.values()].count(True) == 1
+    again.packed = None
+    assert not any(again.moves_packed(each) for each in (*known.values(), None))
+    assert again.payloads == known
+
+
 def test_strides_change_within_a_call(own_group: Any) -> None:
     """Code of the program that runs within a blocking call changes the strides: no other memory is read or written."""
     before, after = neighbours()

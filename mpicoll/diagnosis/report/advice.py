@@ -234,7 +234,7 @@ def after_mismatch(
         message = {"memory": FREE_MEMORY, "GPU": FIND_GPU_ERROR}.get(next(iter(lacking)), CORRECT_ARGUMENTS)
         if len(lacking) > 1:
             message = CORRECT_ARGUMENTS
-        if not all(row.problem for row in rows):
+        if message is CORRECT_ARGUMENTS and not all(row.problem for row in rows):
             ranks, message = (
                 name_runs(join(run for row in rows if row.problem for run in row.ranks), _WIDTH),
                 CORRECT_AND_COMPARE,

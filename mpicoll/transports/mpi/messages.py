@@ -321,6 +321,10 @@ class PersistentMessage(MessageFields):
             found = self.payloads[address] = self._make((memory, self._datatype), self.peer, self.tag)
         return found
 
+    def moves_packed(self, payload: Any) -> bool:
+        """Return whether a request of elements that move apart is that of ``packed``."""
+        return self.packed is not None and self.payloads.get(_address(self.packed)) is payload
+
     def start_payload(self, tensor: Array, payload: MPI.Prequest | None) -> MPI.Request:
         """Start to move the elements that move apart, and return their request.
 

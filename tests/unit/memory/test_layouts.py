@@ -11,7 +11,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 from mpicoll.memory.adapt import adapt, adapt_list, same_dtype
-from mpicoll.memory.layouts import in_common, one_buffer, overlaps, spanned
+from mpicoll.memory.layouts import in_common, joined, one_buffer, overlaps, spanned
 
 
 def views(base: Any) -> dict[str, Any]:
@@ -186,3 +186,29 @@ def test_one_buffer_of_a_list() -> None:
         ([one, one], [], 1),
     ):
         assert one_buffer(arrays, others, least) == (None, None)
+
+
+def test_parts_of_one_array_are_joined() -> None:
+    """Parts that stand one behind the other are one array, wherever they begin in the memory of the first owner."""
+    whole = np.arange(12.0)
+    for parts in ([whole[3:5], whole[5:9]], [whole[:6].reshape(2, 3), whole[6:8]]):
+        found = joined(parts)
+        assert found is not None
+        assert (found == np.concatenate([part.reshape(-1) for part in parts])).all()
+        found[0] = -1
+        assert parts[0].reshape(-1)[0] == -1
+    assert joined([whole[3:5], whole[6:8]]) is None
+    # Parts that begin within an element of the owner.
+    owner = np.zeros(9, complex)
+    flat = owner.view(float)[1:17]
+    flat[:] = np.arange(16)
+    halves = [flat[:8].view(complex), flat[8:].view(complex)]
+    assert halves[0].base is owner
+    found = joined(halves)
+    assert found is not None
+    assert (found == np.concatenate(halves)).all()
+    # A part that is read-only stays so.
+    readonly = whole[:4]
+    readonly.setflags(write=False)
+    found = joined([readonly[:2], readonly[2:]])
+    assert found is None or not found.flags.writeable
