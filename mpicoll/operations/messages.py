@@ -185,8 +185,8 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
         return None
     if not tensor.flags.c_contiguous and found.elements is None:
         with _packing:
-            kept = sum(each.packed.nbytes for each in tuple(cache.values()) if each.packed is not None)
-            if found.packed is None and kept + tensor.nbytes <= PACKED_BYTES:
+            used = sum(each.packed.nbytes for each in tuple(cache.values()) if each.packed is not None)
+            if found.packed is None and used + tensor.nbytes <= PACKED_BYTES:
                 found.packed = np.empty(tensor.shape, tensor.dtype)
         if found.packed is None:
             return None

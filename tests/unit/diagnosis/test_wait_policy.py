@@ -52,7 +52,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     made = SyntheticBoard(comm, lambda name: (0, RankState(((ME, ME),))))
     made.answers = {}
     state: Any = SimpleNamespace(
-        world=SimpleNamespace(rank=lambda: ME, size=lambda: RANKS),
+        world=SimpleNamespace(rank=lambda: ME, size=lambda: RANKS, group_name="0"),
         board=made,
         settings=SimpleNamespace(stall_warn=60.0),
         groups={},
@@ -64,16 +64,21 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[SyntheticBoard]:
     registry.set_state(None)
 
 
-def test_a_death_is_told_whoever_notices_it_first(board: SyntheticBoard) -> None:
-    """The thread that waits for it says so, once, also where the main thread has seen it: that one may be at its end."""
+@pytest.mark.parametrize("destroyed", [{}, {"1": 4}, {"0": 3, "1": 4}])
+def test_a_death_is_told_whoever_notices_it_first(destroyed: dict[str, int], board: SyntheticBoard) -> None:
+    """The thread that waits for it says so, once, also where the main thread has seen it: that one may be at its end.
+
+    It is noted unless the rank had destroyed its default group.
+    """
     slots: Any = SimpleNamespace(await_death=lambda: 7, place=lambda rank: Place(0.0, "job.py:3", ""))
+    slots.read = lambda rank, what: pickle.dumps(("job.py:2", destroyed)) if destroyed else b""
     board.slots = slots
     board.dead.add(7)
     noted: list[int] = []
     try:
         assert "rank 7's process ended without a report" in await_death(board, noted.append)
         assert await_death(board, noted.append) == ""
-        assert noted == [7]
+        assert noted == ([] if "0" in destroyed else [7])
     finally:
         reported_dead.discard(7)
 
