@@ -58,8 +58,8 @@ def rank_command(target: str, args: Sequence[str], *, module: bool, python: str)
     """
     if not module:
         own = ("python", "python3", f"python3.{sys.version_info.minor}")
-        runs = os.path.exists(os.path.join(target, "__main__.py")) if os.path.isdir(target) else os.path.exists(target)
-        if runs or (target not in own and os.path.exists(target)):
+        is_folder = os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py"))
+        if os.path.exists(target) and not (is_folder and target in own):
             return [python, target, *args]
         if target not in own:
             is_other = os.path.basename(target).startswith("python")

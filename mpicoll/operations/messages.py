@@ -183,13 +183,13 @@ def _find(cache: MessageCache, tensor: Any, rank: Any, tag: Any, writes: bool) -
     found = cache.get((rank, tag, tensor.shape, tensor.dtype))
     if found is None:
         return None
-    if not tensor.flags.c_contiguous and found.elements is None:
+    if found.elements is None and found.packed is None and not tensor.flags.c_contiguous:
         with _packing:
             used = sum(each.packed.nbytes for each in tuple(cache.values()) if each.packed is not None)
-            if found.packed is None and used + tensor.nbytes <= PACKED_BYTES:
+            if used + tensor.nbytes > PACKED_BYTES:
+                return None
+            if found.packed is None:  # checked again, since another thread may have been faster
                 found.packed = np.empty(tensor.shape, tensor.dtype)
-        if found.packed is None:
-            return None
     found.dtype = tensor.dtype  # an equal dtype may be another object, as that of an unpickled array
     cache.last = found
     return found

@@ -190,9 +190,8 @@ class ProcessGroup(NamedGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUM) -> Made:
         """Reduce each tensor of a list over all members, in place: :func:`mpicoll.all_reduce_coalesced` for each dtype."""
         alike: dict[Any, list[Tensor]] = {}
-        for tensor in {
-            id(each): each for each in tensors
-        }.values():  # as torch, which reduces a tensor twice to the same values
+        once = {id(tensor): tensor for tensor in tensors}  # as torch, which reduces a tensor twice to the same values
+        for tensor in once.values():
             alike.setdefault(tensor.dtype, []).append(tensor)
         if len(alike) == 1:
             given = next(iter(alike.values())), reduce_op(opts, tensors[0])
