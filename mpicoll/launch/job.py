@@ -29,14 +29,12 @@ from mpicoll.launch.mpiexec import (
     srun_command,
     this_machine,
 )
-from mpicoll.launch.outcome import Outcome, decide
+from mpicoll.launch.outcome import GRACE, Outcome, decide, time_to_end
 from mpicoll.launch.sinks import Sinks, Sources
 from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
 
-GRACE = 1.0  # seconds between asking the launcher to end the job and killing the rest of the job
-FAR_GRACE = 10.0  # the same if ranks are on other hosts, which only the launcher can reach
-LEFT_GRACE = 10.0  # the same for a rank that has left with exit code 0 and without MPI_Finalize
+FAR_GRACE = 10.0  # seconds, in place of GRACE, if ranks are on other hosts, which only the launcher can reach
 MOMENT = 0.5  # seconds for which output of a job that was stopped waits for a reader
 TIMED_OUT = 124  # as timeout(1)
 CAUSES = {
@@ -375,20 +373,17 @@ class Job:
     def _give_up_after_failure(self) -> None:
         """End a job in which a rank has failed, if its launcher does not end the job.
 
-        MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end; with the option
-        -disable-auto-cleanup also in any other call, if a rank ends with exit code 0 without MPI_Finalize. A launcher that got
-        arguments from the user is not ended here, as fault tolerance may be among the arguments.
+        A launcher that got arguments from the user is not ended here, as fault tolerance may be among the arguments.
         """
         now = time.monotonic()
         if now < self._next_look or self._stop_time is not None or self.options.extra:
             return
         self._next_look = now + 0.2
-        records = read_records(self.directory)
-        failed = any(record.kind == "exit" and record.value for record in records)
-        if not failed and not any(record.kind == "died" for record in records):
+        grace = time_to_end(read_records(self.directory))
+        if grace is None:
             return
         self._failed = self._failed or now
-        if now - self._failed > (GRACE if failed else LEFT_GRACE):
+        if now - self._failed > grace:
             self._given_up, self._stop_time = True, now
 
     def _end_guard(self) -> None:

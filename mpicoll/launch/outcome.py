@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from mpicoll.launch.environment import Family
 from mpicoll.launch.job_folder import Record
 
+GRACE = 1.0  # seconds that a job gets to end by itself after a failure, and between asking for its end and killing its processes
+LEFT_GRACE = 10.0  # the same for a rank that has left with exit code 0 and without MPI_Finalize
+
 _FAILED = ("exit", "fail")
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
 
@@ -21,6 +24,7 @@ class Outcome:
         early: a rank that ended without an error before it, which made ``rank`` fail.
         intended: a rank has ended the job by intent, and has printed why.
         left: the process of ``rank`` has ended with exit code 0, and not in an orderly way.
+        finalizing: every program had ended without an error, and MPI_Finalize did not return on some ranks.
     """
 
     code: int
@@ -28,15 +32,47 @@ class Outcome:
     early: int | None = None
     intended: bool = False
     left: bool = False
+    finalizing: bool = False
 
     @property
     def text(self) -> str:
         """The outcome in words."""
+        if self.finalizing:
+            return (
+                f"rank {self.rank} has ended, and MPI_Finalize did not return on other ranks within {LEFT_GRACE:g} s; ended the "
+                "job. Every program had ended without an error. With MPICH a message that no rank has received makes "
+                "MPI_Finalize fail"
+            )
         if self.left:
             return f"rank {self.rank} ended with exit code 0 and without MPI_Finalize; ended the job: exit code {self.code}"
         if self.early is None:
             return f"rank {self.rank} failed first: {describe(self.code)}"
         return f"rank {self.early} ended first, and rank {self.rank} failed because of it: {describe(self.code)}"
+
+
+def is_left_in_finalize(records: Sequence[Record]) -> bool:
+    """Return whether the programs of all ranks have ended without an error, and only some processes, with exit code 0.
+
+    MPI_Finalize returns when all ranks have called it. If it fails on a rank, or a rank ends without it, it does not return on
+    the other ranks.
+    """
+    started = {record.rank for record in records if record.kind == "start"}
+    ended = {record.rank for record in records if record.kind == "exit" and record.value == 0}
+    finalizing = {record.rank for record in records if record.kind == "end"} - ended
+    return bool(ended and finalizing) and started == ended | finalizing
+
+
+def time_to_end(records: Sequence[Record]) -> float | None:
+    """Return the seconds after which a job with these records is ended if its launcher does not end it; None: the job goes on.
+
+    MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end; with the option
+    -disable-auto-cleanup also in any other call, if a rank ends with exit code 0 without MPI_Finalize.
+    """
+    if any(record.kind == "exit" and record.value for record in records):
+        return GRACE
+    if is_left_in_finalize(records) or any(record.kind == "died" for record in records):
+        return LEFT_GRACE
+    return None
 
 
 def decide(
@@ -58,6 +94,8 @@ def decide(
     first = next((record for record in records if record.kind in _FAILED and record.value != 0), None)
     if not local and code != 0:
         return Outcome(code)
+    if given_up and is_left_in_finalize(records):
+        return Outcome(0, next(record.rank for record in records if record.kind == "exit"), finalizing=True)
     died = next((record for record in records if record.kind == "died" and given_up), None)
     if died is not None and Record("exit", died.rank, 0) in records:
         return Outcome(1, died.rank, left=True)

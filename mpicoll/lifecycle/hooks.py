@@ -420,6 +420,8 @@ def _end() -> None:
         keyval, _keyval = _keyval, None
         if keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(keyval)
+            if not ending.code:
+                append_record("end", MPI.COMM_WORLD.rank, 0)
 
 
 def _end_alone(grace: float) -> None:

@@ -19,9 +19,9 @@ from jobs import marked
 from launch.launching import LAUNCH_MARK, RUN, call, end, environment, write
 from polling import until
 
-from mpicoll.launch.job import LEFT_GRACE
 from mpicoll.launch.mpi_library import find_library
 from mpicoll.launch.mpiexec import find_mpiexec
+from mpicoll.launch.outcome import LEFT_GRACE
 
 
 def test_output_input_and_environment(tmp_path: Path) -> None:
@@ -166,6 +166,26 @@ def test_ranks_that_leave_one_after_the_other(tmp_path: Path) -> None:
     result = call([*RUN, "-n", "2", script])
     if find_library().family == "mpich":  # Open MPI's mpirun ends such jobs
         assert (result.code, result.out) == (0, "through\n"), result
+
+
+def test_a_message_that_no_rank_receives(tmp_path: Path) -> None:
+    """With MPICH the message makes MPI_Finalize fail on rank 1 and not return on rank 0: the job ends, with exit code 0."""
+    script = write(
+        tmp_path,
+        """
+        import mpicoll as dist
+        from mpi4py import MPI
+        dist.init_process_group()
+        if dist.get_rank() == 0:
+            MPI.COMM_WORLD.isend("left over", 1)
+        dist.barrier()
+        print("through", flush=True)
+        """,
+    )
+    result = call([*RUN, "-n", "2", script])
+    assert (result.code, result.out) == (0, "through\n" * 2), result
+    if find_library().family == "mpich":
+        assert "rank 1 has ended, and MPI_Finalize did not return on other ranks" in result.err, result
 
 
 def test_a_rank_that_dies_before_mpi_starts(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from mpicoll.launch.mpiexec import (
     settings_in_files,
     srun_command,
 )
-from mpicoll.launch.outcome import decide, describe
+from mpicoll.launch.outcome import GRACE, LEFT_GRACE, decide, describe, time_to_end
 from mpicoll.launch.streams import Lines
 
 OMPI5 = Mpiexec("/opt/ompi/bin/mpiexec", "openmpi", "5.0.11")
@@ -358,6 +358,27 @@ def test_a_rank_that_ended_early(kind: str, ends: list[tuple[str, int, int]]) ->
     outcome = decide([Record(*row) for row in rows], 1, "openmpi")
     assert (outcome.code, outcome.rank, outcome.early) == (1, 0, 1)
     assert outcome.text == "rank 1 ended first, and rank 0 failed because of it: exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "code"),
+    [
+        ([("end", 0, 0), ("end", 1, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),
+        ([("end", 0, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),  # rank 1 ended by os._exit
+        ([(EXIT, 1, 0)], None, None),  # rank 0 still runs
+        ([("end", 0, 0), ("end", 1, 0)], None, None),  # as at every end of a job
+        ([("end", 0, 0), (EXIT, 1, 3)], GRACE, 3),
+        ([("end", 0, 0), ("died", 1, 0), ("end", 1, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),
+    ],
+)
+def test_ranks_left_in_mpi_finalize(rows: list[tuple[str, int, int]], seconds: float | None, code: int | None) -> None:
+    """A job all of whose programs have ended is ended after a while, and has not failed."""
+    records = [Record(START, 0, 98), Record(START, 1, 99), *(Record(*row) for row in rows)]
+    assert time_to_end(records) == seconds
+    if code is not None:
+        killed = Record(EXIT, 0, 143)
+        outcome = decide([*records, killed], 0, "mpich", given_up=True)
+        assert (outcome.code, outcome.rank, outcome.finalizing) == (code, 1, code == 0)
 
 
 def test_describe() -> None:
