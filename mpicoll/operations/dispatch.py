@@ -121,16 +121,34 @@ def again(
             return False
         place = frame.f_code, frame.f_lasti
         return begin(known, found, send, recv, *place, limit, name, outputs, spread, claimed) or False
-    if found.shared is not None:
+    return run_waited(known, found, send, recv, frame, limit, name)
+
+
+def run_waited(
+    group: ProcessGroup,
+    prepared: PreparedOperation,
+    send: Any,
+    recv: Any,
+    frame: FrameType,
+    limit: float | None,
+    name: str | None,
+) -> bool:
+    """Make a prepared call and wait for its end; return False, with nothing done, if that is impossible.
+
+    Args:
+        frame: of the program, or of the function that made the call.
+        limit: seconds; None: the limit of the group.
+    """
+    if prepared.shared is not None:
         plain = limit is None and name is None
-        more = () if plain else (limit, name, None if name is None else found.words_named(known, name))
-        if found.shared.run(known, found, send, recv, frame, *more):
+        more = () if plain else (limit, name, None if name is None else prepared.words_named(group, name))
+        if prepared.shared.run(group, prepared, send, recv, frame, *more):
             return True
-    if not found.fits(send, recv):
+    if not prepared.fits(send, recv):
         return False
-    if found.at_once and start_and_complete(known, found, send, recv, frame, limit, name):
+    if prepared.at_once and start_and_complete(group, prepared, send, recv, frame, limit, name):
         return True
-    return run(known, found, send, recv, frame, limit, name)
+    return run(group, prepared, send, recv, frame, limit, name)
 
 
 def run(
@@ -463,18 +481,8 @@ _guard.inside.update(each.__code__ for each in (_finish, _await, _give_up, run, 
 
 if extension is not None:
     extension.configure(_finish, _give_up, _await, _pending, _active, _threads, _inside)
-    extension.configure_requests(
-        Request,
-        type(threading.RLock()),
-        RequestClaim,
-        claims.reusable,
-        claims.dropped,
-        observers,
-        POSTED,
-        COMPLETE,
-        AT_ONCE,
-        EAGER,
-    )
+    kinds = Request, type(threading.RLock()), RequestClaim
+    extension.configure_requests(*kinds, claims.reusable, claims.dropped, observers, POSTED, COMPLETE, AT_ONCE, EAGER)
 
 
 def _forget_in_child() -> None:

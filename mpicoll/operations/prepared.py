@@ -8,7 +8,6 @@ start makes a :class:`mpicoll.operations.request.Request`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -144,8 +143,8 @@ class PreparedOperation:
         print_ = execution.plain_print(group, self.op, self.fingerprint)
         self.words = self._round(print_)
         shared, carries_data = group.pair.through(kind, self.nbytes) is not None, agreement.channel.carries_data
-        facts = Facts(kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven)
-        self._way, self._way_later = select(facts), select(replace(facts, nonblocking=True))
+        facts = partial(Facts, kind, size, self.nbytes, bool(self.mpi_op), shared, carries_data, uneven=self.uneven)
+        self._way, self._way_later = select(facts()), select(facts(nonblocking=True))
         # In a reduction the blocks stand one behind the other.
         through_mpi = self._way is Way.BLOCKING and not self.mpi_op
         self.apart = group.pair.native.apart_from(kind) if through_mpi else NEVER

@@ -71,9 +71,9 @@ def pass_through(*paths: str) -> None:
     global _no_places, _frame
     _no_places = tuple(dict.fromkeys((*_no_places, *paths)))
     _passed.clear()
-    _frame = _outside
+    _frame = program_frame
     for follower in _followers:
-        follower(_outside)
+        follower(program_frame)
 
 
 def follow(follower: Callable[[FrameFinder], None]) -> None:
@@ -87,7 +87,7 @@ def follow(follower: Callable[[FrameFinder], None]) -> None:
 
 def passes_through() -> bool:
     """Return whether frames are found by the names of files, so that this package may call its own public functions."""
-    return _frame is _outside
+    return _frame is program_frame
 
 
 def _is_passed(name: str) -> bool:
@@ -115,7 +115,7 @@ def _find_frame_outside(files: dict[str, bool]) -> FrameType | None:
 find_frame_outside = _find_frame_outside if extension is None else extension.find_frame_outside
 
 
-def _outside(depth: int = 0) -> FrameType:
+def program_frame(depth: int = 0) -> FrameType:
     """Return the innermost frame that is outside this package and the paths of :func:`pass_through`.
 
     A thread that C has started has no such frame: then it is that of the main thread, which waits for the thread, as in the
@@ -145,7 +145,7 @@ def _outside_of(frame: FrameType | None) -> FrameType | None:
 
 def call_site() -> CallSite:
     """Return the innermost place on the stack that is outside this package (226 ns a level on the machine measured)."""
-    frame = _outside()
+    frame = program_frame()
     return CallSite(frame.f_code, frame.f_lasti)
 
 

@@ -27,7 +27,7 @@ from mpicoll.operations.prepare.packed import again_packed, pack
 from mpicoll.operations.prepare.refusal import refuse, refuse_group
 from mpicoll.operations.prepared import PreparedOperation
 from mpicoll.operations.work import Work
-from mpicoll.runtime.call_site import CallSite, call_site, follow
+from mpicoll.runtime.call_site import CallSite, follow, program_frame
 from mpicoll.runtime.native import found as extension
 from mpicoll.runtime.settings import need_bool
 from mpicoll.transports.base import Kind, Movement, Preferred, block_bytes
@@ -149,10 +149,8 @@ def run_prepared(
     """Check the arguments, and make the call. An error of the arguments takes part in the agreement, so that all members raise.
 
     Args:
-        op: name of the call.
         group, async_op, timeout, name, stream: as the program passed them; a rank outside the group only gets a warning.
-        prepare: function that checks the other arguments of the program.
-        arguments: the other arguments.
+        prepare: function that checks ``arguments``, the other arguments of the program.
         alias: the name that the program used, if it is another one.
     """
     try:
@@ -161,7 +159,8 @@ def run_prepared(
         refuse_group(group, op, error, alias)
     if found is None:
         return None
-    site = call_site()
+    frame = program_frame()
+    site = CallSite(frame.f_code, frame.f_lasti)
     execution.enter(found, op)
     try:
         limit = execution.call_limit(found, timeout)
@@ -172,10 +171,12 @@ def run_prepared(
         again = _cache(found, op, alias, ready)
     except Exception as error:
         refuse(found, op, site, error, alias)
-    if async_op and again is not None:  # the first call moves as the next calls
+    if again is not None:  # the first call moves as the next calls
         _, send, recv, outputs = ready.cached
-        work = dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs)
-        if work is not None:
+        if not async_op:
+            if dispatch.run_waited(found, again, send, recv, frame, None if timeout is None else limit, name):
+                return None
+        elif work := dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs):
             return work
     try:
         claim = _claim(found, op, site, ready, async_op)

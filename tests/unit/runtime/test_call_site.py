@@ -51,7 +51,7 @@ def test_code_that_is_passed_through(tmp_path: Path, passing: Callable[..., None
     assert str(other(call_site.call_site)).startswith(str(tmp_path))
     passing(str(tmp_path / "other") + "/")
     assert str(other(call_site.call_site)).startswith(__file__)
-    frame: FrameType = other(lambda: other(call_site._outside))
+    frame: FrameType = other(lambda: other(call_site.program_frame))
     assert frame.f_code.co_filename == __file__
     assert call_site.passes_through()
 
@@ -61,7 +61,7 @@ def test_followers_learn_how_frames_are_found(tmp_path: Path, passing: Callable[
     call_site.follow(seen.append)
     assert seen == [sys._getframe]
     passing(str(tmp_path))
-    assert seen == [sys._getframe, call_site._outside]
+    assert seen == [sys._getframe, call_site.program_frame]
 
 
 def test_a_thread_without_a_line_of_the_program(tmp_path: Path, passing: Callable[..., None]) -> None:
