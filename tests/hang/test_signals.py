@@ -252,7 +252,7 @@ def made_again():
     return dist.all_reduce(x)
 
 CALLS = {
-    "first": lambda: dist.all_reduce(x),
+    "general": lambda: dist.all_reduce(x, dist.ReduceOp.PREMUL_SUM(1.0)),  # no call that is prepared
     "again": made_again,
     "async": lambda: dist.all_reduce(large, async_op=True).wait(),
     "later": lambda: dist.all_reduce(x, async_op=True).wait(),
@@ -298,7 +298,7 @@ if not through_ring:
     AGAIN = [("again", "filled")]
     if persistent_collectives():  # else it goes the long way
         AGAIN.append(("again", "planned"))
-for call, place in [("first", "counted"), ("first", "issued"), *AGAIN,
+for call, place in [("general", "counted"), ("general", "issued"), *AGAIN,
                     *LATER, ("async", "numbered"), ("async", "posted"), ("group", "counted"), ("group", "conducted")]:
     dist.init_process_group(timeout=timedelta(seconds=10), comm=MPI.COMM_WORLD, on_failure="raise")
     if call == "again":
