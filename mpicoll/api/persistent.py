@@ -21,6 +21,7 @@ from mpicoll.operations import composed, dispatch, execution
 from mpicoll.operations.prepare.refusal import member
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import CallSite, call_site, caller
+from mpicoll.runtime.settings import need_timedelta
 
 _OP = "all_reduce"
 
@@ -138,8 +139,8 @@ class Plan:
         """
         if not self._started:
             raise RuntimeError(f"{self!r} was not started: call start() before wait()")
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+        if timeout is not None:
+            need_timedelta(timeout)
         try:
             if self._work is not None:
                 self._work.wait(timeout or timedelta(0))

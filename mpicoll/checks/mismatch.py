@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpicoll.checks.levels import EVERY
-from mpicoll.diagnosis.call import CallDescription, Issuer, Made
+from mpicoll.diagnosis.call import CallDescription, Made
 from mpicoll.diagnosis.report.entries import Table, entry_of, merge, name_runs, runs_of, table_of
 from mpicoll.diagnosis.report.texts import PENDING_CALLS, blocks_differ, mismatch
 from mpicoll.errors import CollectiveMismatchError
 from mpicoll.runtime.call_site import CallSite
-from mpicoll.runtime.waiting import Pollable
+from mpicoll.runtime.waiting import Condition, Pollable
 from mpicoll.transports.mpi.exchange import merge_all
 
 GRACE = 0.05
@@ -45,7 +45,9 @@ def explain(
     """
     call.explaining = True
     if call.issuer is not None and not call.issuer.is_settled():
-        yield _Grace(call.issuer)  # the program may be about to wait for a call that it has just started
+        issuer, end = call.issuer, time.monotonic() + GRACE
+        # The program may be about to wait for a call that it has just started.
+        yield Condition(lambda: issuer.is_settled() or time.monotonic() > end)
     me = comm.Get_rank()
     compared, closing = call, "No default group was made." if call.op == "init_process_group" else ""
     if call.made or call.closes:
@@ -76,17 +78,6 @@ def explain(
     right = [row.ranks[0][0] for row in table.rows if not row.problem] or [run[0] for run in table.more]
     error.reporter = min(right, default=min(ranks))
     raise error
-
-
-class _Grace:
-    """A Pollable that is complete when the program waits for a call, or when it had ``GRACE`` seconds to do so."""
-
-    def __init__(self, issuer: Issuer) -> None:
-        self._issuer, self._end = issuer, time.monotonic() + GRACE
-
-    def Test(self) -> bool:
-        """Return whether the exchange may begin."""
-        return self._issuer.is_settled() or time.monotonic() > self._end
 
 
 def _first_difference(comm: Any, call: CallDescription) -> Generator[Pollable, None, tuple[CallDescription, str]]:

@@ -60,24 +60,6 @@ DOOMED_AFTER = 0.1
 class CallWait:
     """Wait policy of one call on a group."""
 
-    __slots__ = (
-        "_wait",
-        "began",
-        "call",
-        "completes_until",
-        "ends_itself",
-        "group",
-        "limit",
-        "looks",
-        "next_destroyed",
-        "noted",
-        "origin",
-        "peer",
-        "stall_warn",
-        "tag",
-        "verdict_until",
-    )
-
     AFTERWARDS = BROKEN
     """The sentence of the error on the state of the group after the wait has failed."""
 

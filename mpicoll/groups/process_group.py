@@ -14,6 +14,7 @@ from mpicoll.diagnosis.membership import Membership, OpenBlock, count
 from mpicoll.errors import CollectiveMismatchError, GroupBrokenError
 from mpicoll.runtime import signals, waiting
 from mpicoll.runtime.mpi_library import retain_for_ever
+from mpicoll.runtime.settings import need_timedelta
 from mpicoll.transports.mpi.envelope import KnownSites
 
 if TYPE_CHECKING:
@@ -236,11 +237,7 @@ class ProcessGroup(Membership):
             TypeError: not a timedelta.
             ValueError: not positive.
         """
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        self.timeout = timeout.total_seconds()
+        self.timeout = need_timedelta(timeout, positive=True).total_seconds()
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.display}: rank {self._rank} of {self._size}>"

@@ -19,7 +19,7 @@ from mpicoll.lifecycle.hard_deadline import within
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend, warn_once
 from mpicoll.runtime.child_process import is_in_job, multiprocessing_child
-from mpicoll.runtime.settings import LEVELS, Level, Settings, need_bool, need_integer, read_settings
+from mpicoll.runtime.settings import LEVELS, Level, Settings, need_bool, need_integer, need_timedelta, read_settings
 
 default_pg_timeout = timedelta(seconds=1800)
 """The limit of every wait if no limit is given (torch.distributed's constant for its CPU backends)."""
@@ -156,10 +156,8 @@ def _check_arguments(
     on_failure: Any,
     check: Any,
 ) -> None:
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}")
+    if timeout is not None:
+        need_timedelta(timeout, positive=True)
     if on_failure is not None and not (isinstance(on_failure, str) and on_failure in ("job", "raise")):
         raise ValueError(f'on_failure must be "job", "raise" or None, got {on_failure!r}')
     if check is not None and not (isinstance(check, str) and check in LEVELS):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Generator
-from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from mpicoll.operations.schedules import open_memory, plan_key
 from mpicoll.operations.work import Work
 from mpicoll.runtime import handler_calls, signals, waiting
 from mpicoll.runtime.native import reduce_rows
+from mpicoll.runtime.settings import need_timedelta
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports import large_counts
 from mpicoll.transports.base import EXCHANGE_BYTES, SMALL_BYTES, WHOLE, Kind, Movement, block_bytes, pieces
@@ -53,9 +53,7 @@ def call_limit(group: ProcessGroup, timeout: Any) -> float:
     """
     if timeout is None:
         return group.timeout
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-    return timeout.total_seconds() or group.timeout
+    return need_timedelta(timeout).total_seconds() or group.timeout
 
 
 def check_name(name: Any) -> None:

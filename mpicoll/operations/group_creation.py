@@ -28,6 +28,7 @@ from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import signals
 from mpicoll.runtime.backend_names import check_backend
 from mpicoll.runtime.call_site import CallSite
+from mpicoll.runtime.settings import need_timedelta
 from mpicoll.transports.control import NOTHING
 
 MOST_JOINED = 256
@@ -177,10 +178,8 @@ def check_arguments(timeout: Any, backend: Any, group_desc: Any) -> None:
     """Raise TypeError or ValueError if an argument of ``new_group`` is wrong."""
     if group_desc is not None and not isinstance(group_desc, str):
         raise TypeError(f"group_desc must be a string, not {type(group_desc).__name__}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, got {timeout}")
+    if timeout is not None:
+        need_timedelta(timeout, positive=True)
     check_backend(backend, lambda: state().world.rank() == 0)
 
 

@@ -63,12 +63,8 @@ class Operation(Request):
             self.Test()
 
     def _advance(self) -> None:
-        if self._move():
+        if self._run_steps():
             self._complete()
-
-    def _move(self) -> bool:
-        """Progress the message; return whether it is complete."""
-        return self._run_steps()
 
     def _take_back(self) -> None:
         if self._withdraw is not None:

@@ -22,31 +22,12 @@ from mpicoll.memory.scratch import concatenated, scratch
 from mpicoll.operations.failures import BlockingCall
 from mpicoll.runtime import waiting
 from mpicoll.runtime.output import say
-from mpicoll.runtime.waiting import Pollable, Steps
+from mpicoll.runtime.waiting import Steps
 from mpicoll.transports.base import Kind, Movement
 from mpicoll.transports.selection import NEVER
 
 if TYPE_CHECKING:
     from mpicoll.transports.control import Round
-
-
-class Schedule(Protocol):
-    """Moves the data of a prepared operation if, by the round, all members make the call as this member does."""
-
-    at_once: bool
-    """Whether ``serves`` moves the data: if it returns True, the result is there."""
-
-    def put(self, request: Any, number: int) -> None:
-        """Write the data that comes with the round of that number."""
-
-    def serves(self, request: Any, made: Round) -> bool | None:
-        """Return whether the data may move in this way, the same on all members; None: the round is not complete."""
-
-    def start(self, request: Any) -> Pollable | None:
-        """Move the data, and return None; or return the request, or set ``request.steps``, that moves the data."""
-
-    def finish(self, request: Any) -> None:
-        """Put the result into the arrays of the program."""
 
 
 class Prepared(Protocol):
@@ -234,10 +215,13 @@ class Sealed:
         return bool(self._waits_for.Test())
 
 
-class _Meeting:
-    """A barrier: the round is the barrier.
+class Schedule:
+    """Moves the data of a prepared operation if, by the round, all members make the call as this member does.
+
+    This class itself serves a barrier: the round is the barrier.
 
     Attributes:
+        at_once: ``serves`` moves the data: if it returns True, the result is there.
         blocking_form: the data moves by blocking or persistent calls of MPI, which do not match nonblocking calls.
     """
 
@@ -245,24 +229,24 @@ class _Meeting:
     blocking_form = False
 
     def put(self, request: Any, number: int) -> None:
-        """Write nothing."""
+        """Write the data that comes with the round of that number."""
 
     def serves(self, request: Any, made: Any) -> bool | None:
-        """Return whether all members make the call, and none is late, or asynchronous where this matters."""
+        """Return whether the data may move in this way, the same on all members; None: the round is not complete."""
         if not made.Test():
             return None
         usual = made.unanimous(request.words) and not made.stalled
         return usual and not (self.blocking_form and made.nonblocking)
 
     def start(self, request: Any) -> Any:
-        """Move nothing."""
+        """Move the data, and return None; or return the request, or set ``request.steps``, that moves the data."""
         return None
 
     def finish(self, request: Any) -> None:
-        """Do nothing."""
+        """Put the result into the arrays of the program."""
 
 
-class _Eager(_Meeting):
+class _Eager(Schedule):
     """The data comes with the round: the extension writes the data of this rank, and reads the data of other members."""
 
     def put(self, request: Any, number: int) -> None:
@@ -336,7 +320,7 @@ class _AtOnce(_Eager):
         return None
 
 
-class _InSharedMemory(_Meeting):
+class _InSharedMemory(Schedule):
     """The data moves through a segment, in several steps, in the same way whether members wait at once or later."""
 
     def start(self, request: Any) -> Any:
@@ -403,7 +387,7 @@ class _Blocking(_InSharedMemory):
         return None
 
 
-class _Nonblocking(_Meeting):
+class _Nonblocking(Schedule):
     """One nonblocking call of MPI, whether members wait at once or later."""
 
     def start(self, request: Any) -> Any:
@@ -423,7 +407,7 @@ class _Nonblocking(_Meeting):
         finish_copies(request)
 
 
-MEETING, EAGER, AT_ONCE, NONBLOCKING = _Meeting(), _Eager(), _AtOnce(), _Nonblocking()
+MEETING, EAGER, AT_ONCE, NONBLOCKING = Schedule(), _Eager(), _AtOnce(), _Nonblocking()
 IN_SHARED_MEMORY, THROUGH_PLAN, BLOCKING = _InSharedMemory(), _ThroughPlan(), _Blocking()
 UNCOMPARED = _Uncompared()
 

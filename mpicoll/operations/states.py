@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.runtime.native import found as extension
@@ -96,6 +97,7 @@ def observe(observer: Observer) -> Callable[[], None]:
     return lambda: observers.remove(observer)
 
 
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class PythonRequestFields:
     """The fields of a request, each None, 0 or False until it is set, on a rank without the extension.
 
@@ -131,54 +133,6 @@ class PythonRequestFields:
             the arrays of the program.
     """
 
-    __slots__ = (
-        "_advancing",
-        "_call",
-        "_current",
-        "_in_effect",
-        "_lock",
-        "_transfer",
-        "after",
-        "agreed",
-        "arrays",
-        "awaited",
-        "before",
-        "claim",
-        "code",
-        "error",
-        "future",
-        "group",
-        "held",
-        "instruction",
-        "into",
-        "landing",
-        "limit",
-        "made",
-        "move",
-        "name",
-        "next_look",
-        "number",
-        "outputs",
-        "peer",
-        "plan",
-        "polled",
-        "prepared",
-        "recv",
-        "returned",
-        "round",
-        "schedule",
-        "send",
-        "seq",
-        "spread",
-        "state",
-        "steps",
-        "tag",
-        "told",
-        "unpack",
-        "waited",
-        "words",
-        "wrong",
-    )
     group: Any
     outputs: list[Any]
     state: State
@@ -227,7 +181,7 @@ class PythonRequestFields:
     wrong: Any
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
-        made = super().__new__(cls)
+        made = object.__new__(cls)
         for descriptor, value in _first_values:
             descriptor.__set__(made, value)  # a subclass may have an attribute of the name
         return made

@@ -16,6 +16,7 @@ from mpicoll.errors import CollectiveTimeoutError
 from mpicoll.operations.failures import over, settle
 from mpicoll.operations.request import Request
 from mpicoll.runtime import handler_calls, signals, waiting
+from mpicoll.runtime.settings import need_timedelta
 
 _LOOK_EVERY = 0.005
 """Seconds between two checks whether a request that the program polls can ever complete."""
@@ -189,7 +190,7 @@ class Work:
             DistError: an exception of a signal handler interrupted the call.
         """
         if not isinstance(timeout, timedelta):
-            raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+            need_timedelta(timeout)
         complete = self._request.finish()
         self._observe()
         if complete:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mpicoll.runtime.call_site import program_level
 
@@ -21,32 +21,11 @@ asked_level: Level | None = None
 """The check level of ``set_debug_level``, which replaces MPICOLL_CHECK; None: not called."""
 
 Engine = Literal["auto", "mpi", "node"]
-ENGINES: tuple[Engine, ...] = ("auto", "mpi", "node")
-"""The ways to move data between ranks of one node; see MPICOLL_ENGINE."""
-
 Cuda = Literal["auto", "off", "aware"]
-CUDA: tuple[Cuda, ...] = ("auto", "off", "aware")
-"""Whether GPU memory is passed to MPI; see MPICOLL_CUDA."""
-
-CudaIpc = Literal["auto", "off"]
-CUDA_IPC: tuple[CudaIpc, ...] = ("auto", "off")
-"""Whether ranks that share a GPU reduce on it; see MPICOLL_CUDA_IPC."""
-
-SingleCopy = Literal["auto", "off"]
-SINGLE_COPY: tuple[SingleCopy, ...] = ("auto", "off")
-"""Whether ranks of a node copy from the memory of one process into that of another; see MPICOLL_SINGLE_COPY."""
-
-Extension = Literal["auto", "off"]
-EXTENSION: tuple[Extension, ...] = ("auto", "off")
-"""Whether the C extension is used; see MPICOLL_EXTENSION."""
-
+AutoOrOff = Literal["auto", "off"]
 Progress = Literal["none", "thread"]
-PROGRESS: tuple[Progress, ...] = ("none", "thread")
-"""What progresses operations while the program computes; see MPICOLL_PROGRESS."""
-
 Leftover = Literal["error", "warn"]
-LEFTOVER: tuple[Leftover, ...] = ("error", "warn")
-"""What a message that no rank has received is at the end of the program; see MPICOLL_LEFTOVER."""
+# What the values mean: see Settings.
 
 
 def to_seconds(value: float | int | timedelta, name: str = "timeout") -> float:
@@ -89,6 +68,22 @@ def need_bool(value: Any, name: str) -> bool:
         raise type(error)(f"{name}: {error}") from error
 
 
+def need_timedelta(timeout: Any, *, positive: bool = False) -> timedelta:
+    """Return a limit as the program gave it.
+
+    Raises:
+        TypeError: not a timedelta (as in torch).
+        ValueError: not positive, if it has to be.
+    """
+    if not isinstance(timeout, timedelta):
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        hint = f": pass datetime.timedelta(seconds={timeout!r})" if number else ""
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{hint}")
+    if positive and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return timeout
+
+
 def need_string(value: Any, name: str) -> str:
     """Return a string; raise TypeError, which names the parameter, for anything else."""
     if not isinstance(value, str):
@@ -105,9 +100,9 @@ def _flag(text: str) -> bool:
     return known[text.strip().lower()]
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Return a reader that accepts one of these words."""
-    return lambda text: {choice: choice for choice in choices}[text.strip().lower()]
+def _one_of(words: Any) -> Callable[[str], str]:
+    """Return a reader that accepts the words of a Literal."""
+    return lambda text: {choice: choice for choice in get_args(words)}[text.strip().lower()]
 
 
 def _megabytes(text: str) -> int:
@@ -157,13 +152,13 @@ class Settings:
         "how long ranks that handle another rank's failure may continue before the job ends",
     )
     check: Level = _setting(
-        _one_of(LEVELS),
+        _one_of(Level),
         "full",
         "full, roll or off",
         "what the ranks compare: every call before data moves, a rolling fingerprint every 16 calls, or nothing",
     )
     leftover: Leftover = _setting(
-        _one_of(LEFTOVER),
+        _one_of(Leftover),
         "error",
         "error or warn",
         "what a message that no rank has received is at the end of the program: an error with exit code 1, or a warning",
@@ -175,7 +170,7 @@ class Settings:
         "the end of the job, for `time_left` and `should_stop`; 0: the batch system is asked",
     )
     engine: Engine = _setting(
-        _one_of(ENGINES),
+        _one_of(Engine),
         "auto",
         "auto, mpi or node",
         "what moves data between ranks of one node: the faster one for each call, MPI always, or shared memory always",
@@ -188,13 +183,13 @@ class Settings:
     )
     shm_mb: int = _setting(_megabytes, 256, "MiB >= 0", "shared memory that all groups on one node may use together")
     cuda: Cuda = _setting(
-        _one_of(CUDA),
+        _one_of(Cuda),
         "auto",
         "auto, off or aware",
         "whether GPU memory is passed to MPI: if there is proof that MPI supports it, never, or always",
     )
-    cuda_ipc: CudaIpc = _setting(
-        _one_of(CUDA_IPC),
+    cuda_ipc: AutoOrOff = _setting(
+        _one_of(AutoOrOff),
         "auto",
         "auto or off",
         "whether ranks that share a GPU reduce large arrays on it: if CUDA proves to give them shared memory, or never",
@@ -205,20 +200,20 @@ class Settings:
         "MiB >= 0",
         "pinned host memory through which a rank moves arrays of a GPU; beyond it, ordinary memory is used",
     )
-    extension: Extension = _setting(
-        _one_of(EXTENSION),
+    extension: AutoOrOff = _setting(
+        _one_of(AutoOrOff),
         "auto",
         "auto or off",
         "whether the ranks of a node use shared memory, by the C extension: if all ranks have it, or never (then MPI)",
     )
-    single_copy: SingleCopy = _setting(
-        _one_of(SINGLE_COPY),
+    single_copy: AutoOrOff = _setting(
+        _one_of(AutoOrOff),
         "auto",
         "auto or off",
         "whether ranks of a node copy large arrays from process to process: if the kernel allows that to all ranks, or never",
     )
     progress: Progress = _setting(
-        _one_of(PROGRESS),
+        _one_of(Progress),
         "none",
         "none or thread",
         "what progresses pending operations while the program computes: nothing, or a thread of the library",

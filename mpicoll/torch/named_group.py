@@ -48,16 +48,6 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
 
     getRank, getSize, getBackendName = rank, size, name
 
-    @property
-    def group_name(self) -> str:
-        """The name by which torch finds the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description of the group."""
-        return self._desc
-
     def getGroupName(self) -> str:
         """Return the name by which torch finds the group."""
         return self._name
@@ -65,6 +55,8 @@ class NamedGroup(c10d.ProcessGroup):  # type: ignore[misc,unused-ignore]
     def getGroupDesc(self) -> str:
         """Return the description of the group."""
         return self._desc
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def setGroupName(self, name: str) -> None:
         """Set the name by which torch finds the group."""

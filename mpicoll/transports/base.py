@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -306,11 +307,7 @@ def _cut(
 
 def starts(counts: Sequence[int]) -> list[int]:
     """Return where each block starts when blocks of ``counts`` elements stand one behind the other."""
-    offsets, total = [], 0
-    for count in counts:
-        offsets.append(total)
-        total += count
-    return offsets
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _reduce_scatter_piece(move: Movement, size: int, start: int, stop: int, pack: Pack) -> Movement:

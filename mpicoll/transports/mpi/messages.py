@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ Busy = IndexError
 """The error of ``take``."""
 
 
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class PythonMessageFields:
     """The fields of a persistent message, each None or 0 until it is set, on a rank without the extension.
 
@@ -68,37 +70,6 @@ class PythonMessageFields:
         inside: bytes of the elements in the envelope; -1 if the elements move apart.
         current: the request that the extension has started and not completed.
     """
-
-    __slots__ = (
-        *("_datatype", "_free", "_make", "_post", "acquire", "begun", "buffer", "code", "compares", "count", "current"),
-        *(
-            "described",
-            "dtype",
-            "elements",
-            "expected",
-            "inside",
-            "instruction",
-            "key",
-            "nbytes",
-            "packed",
-            "payloads",
-            "peer",
-        ),
-        *(
-            "posted",
-            "queues",
-            "rank",
-            "release",
-            "request",
-            "shape",
-            "spins",
-            "start",
-            "tag",
-            "test",
-            "waiting",
-            "words",
-        ),
-    )
 
     _free: list[None]
     _datatype: MPI.Datatype | None
@@ -136,7 +107,7 @@ class PythonMessageFields:
     tag: int
 
     def __new__(cls, *_args: Any, **_more: Any) -> Any:
-        made = super().__new__(cls)
+        made = object.__new__(cls)
         for name in PythonMessageFields.__slots__:
             setattr(made, name, None)
         made._free = [None]
