@@ -32,7 +32,7 @@ from mpicoll.operations.prepare.run import (
 )
 from mpicoll.operations.work import Work
 from mpicoll.runtime.call_site import call_site
-from mpicoll.runtime.settings import has_type
+from mpicoll.runtime.settings import has_type, need_timedelta
 
 _ndarray = np.ndarray
 _BARRIER = Cached("barrier", None, None, [])
@@ -198,7 +198,7 @@ def monitored_barrier(
             ended. On rank 0 the text begins ``[Rank 0]: Rank 3 failed to pass monitoredBarrier in 2000 ms``, or
             ``[Rank 0]: Ranks 1, 3 failed …`` with ``wait_all_ranks``; on other ranks it says that this rank reached the
             barrier. These are ranks in the group; ``err.ranks`` has global ranks.
-        CollectiveMismatchError, DeadlockError: a member is in another call; the text begins in the same way.
+        CollectiveMismatchError, DeadlockError: a member is in another call; the text begins in the same way, without the time.
         Others as :func:`barrier`.
 
     Source: torch.distributed.monitored_barrier (in torch for gloo only).
@@ -220,25 +220,25 @@ def monitored_barrier(
     if has_type(limit, timedelta):
         limit = max(limit, _AT_ONCE)
     try:
-        barrier(found, timeout=limit)
+        run_cached("barrier", found, _BARRIER, prepare.barrier, (None, False), False, limit, None, None)
     except (CollectiveTimeoutError, PeerFailedError, PeerExitedError) as error:
-        _put_before(error, found, error.ranks, timeout, wait_all_ranks)
+        limit = found.timeout if timeout is None else need_timedelta(timeout).total_seconds()
+        _put_before(error, found, error.ranks, limit, wait_all_ranks)
         raise
     except (CollectiveMismatchError, DeadlockError) as error:
         me = found.ranks[found.rank()]
         mine = [(call["op"], call["group"]) for call in error.calls if me in call["ranks"]]
         came = {rank for call in error.calls if (call["op"], call["group"]) in mine for rank in call["ranks"]} | {me}
-        _put_before(error, found, set(found.ranks) - came, timeout, wait_all_ranks)
+        _put_before(error, found, set(found.ranks) - came, None, wait_all_ranks)
         raise
 
 
-def _put_before(error: DistError, group: ProcessGroup, missing: Any, timeout: Any, every: bool) -> None:
-    """Put torch's text before the text of an error."""
-    seconds = group.timeout if timeout is None else timeout.total_seconds()
+def _put_before(error: DistError, group: ProcessGroup, missing: Any, seconds: float | None, every: bool) -> None:
+    """Put torch's text before the text of an error; ``seconds``: the limit of the call, None if the limit has not passed."""
     error.args = (f"{_in_torchs_words(group, missing, seconds, every)}\n{error}", *error.args[1:])
 
 
-def _in_torchs_words(group: ProcessGroup, missing: Any, seconds: float, every: bool) -> str:
+def _in_torchs_words(group: ProcessGroup, missing: Any, seconds: float | None, every: bool) -> str:
     me = group.rank()
     if me:
         return (
@@ -248,10 +248,13 @@ def _in_torchs_words(group: ProcessGroup, missing: Any, seconds: float, every: b
     ranks = [place for place, rank in enumerate(group.ranks) if rank in set(missing)]
     first = f"Rank {ranks[0]}" if ranks else "A rank"
     who = "Ranks " + ", ".join(map(str, ranks)) if every and ranks else first
+    failed = f"[Rank 0]: {who} failed to pass monitoredBarrier"
+    if seconds is None:
+        return failed + ":"
     passed = f"{round(seconds * 1000)} ms"
     if seconds <= 0:
         passed += f". Rank 0 timed out in monitoredBarrier after {passed}"
-    return f"[Rank 0]: {who} failed to pass monitoredBarrier in {passed}"
+    return f"{failed} in {passed}"
 
 
 _AT_ONCE = timedelta(milliseconds=100)

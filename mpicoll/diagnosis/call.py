@@ -32,6 +32,7 @@ class CallDescription:
         site: where the program calls it.
         seq: number of the call on its group, from 1.
         asynchronous: this rank issued it with ``async_op=True``, or has other calls pending.
+        async_op: this rank issued it with ``async_op=True``.
         error: what is wrong with this rank's arguments; raised after all members know.
         uneven: this rank's blocks differ in size.
         block_bytes: the largest block that this rank moves to or from one peer.
@@ -63,6 +64,7 @@ class CallDescription:
     site: CallSite
     seq: int = 0
     asynchronous: bool = False
+    async_op: bool = False
     error: Exception | None = None
     uneven: bool = False
     block_bytes: int = 0

@@ -114,6 +114,8 @@ def again(
     if timeout is not None or name is not None:
         if (name is not None and type(name) is not str) or not has_type(timeout, timedelta, type(None)):
             return False
+        if timeout is not None and timeout.days < 0:  # negative, which the general way refuses on all members
+            return False
         limit = None if timeout is None else execution.call_limit(known, timeout)
     if async_op is not False:
         # Its truth may raise, which the general way tells all members; in the second case the general way finds the place.

@@ -50,10 +50,14 @@ def call_limit(group: ProcessGroup, timeout: Any) -> float:
 
     Raises:
         TypeError: not a timedelta (as in torch).
+        ValueError: negative, as of a deadline that has passed.
     """
     if timeout is None:
         return group.timeout
-    return need_timedelta(timeout).total_seconds() or group.timeout
+    seconds = need_timedelta(timeout).total_seconds()
+    if seconds < 0:
+        raise ValueError(f"timeout must not be negative, got {seconds:g} seconds")
+    return seconds or group.timeout
 
 
 def check_name(name: Any) -> None:
@@ -427,7 +431,7 @@ def issue(
     after: Callable[[], None] | None = None,
 ) -> Work | None:
     """Make a call that has its number in the order of the group. Arguments as in :func:`run`."""
-    call.asynchronous = async_op or collectives_are_pending()
+    call.asynchronous, call.async_op = async_op or collectives_are_pending(), async_op
     call.device_ready = ready
     if call.preferred is not None:
         call.device_ready = call.preferred.is_ready

@@ -299,6 +299,7 @@ class PreparedOperation:
         call.detail, call.alias, call.made = self.detail, self.alias, request.made or []
         call.maker = request.group.maker_of(request.seq)
         call.passes, call.asynchronous = request.words is None, not request.waited
+        call.async_op = call.asynchronous
         if request.words is not None:
             call.print = request.words[0]
         return call

@@ -6,6 +6,7 @@ import enum
 import inspect
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -281,6 +282,13 @@ def wrong_calls(async_op: bool) -> list[tuple[str, str, type[Exception], Call]]:
         # the rest
         ("all_reduce", "a limit that is none", TypeError, lambda: dist.all_reduce(x, timeout=3, **more)),
         ("barrier", "a limit that is none", TypeError, lambda: dist.barrier(timeout=3, **more)),
+        (
+            "all_reduce",
+            "a limit that has passed",
+            ValueError,
+            lambda: dist.all_reduce(x, timeout=-timedelta(1), **more),
+        ),
+        ("barrier", "a limit that has passed", ValueError, lambda: dist.barrier(timeout=-timedelta(1), **more)),
         ("barrier", "devices that are no list", TypeError, lambda: dist.barrier(device_ids=0, **more)),
         ("all_gather_object", "a tuple", TypeError, lambda: dist.all_gather_object((None,) * size, 1)),
         ("all_gather_object", "too short", ValueError, lambda: dist.all_gather_object([], 1)),

@@ -119,7 +119,7 @@ ORDER_OF_CALLS = Message(
 )
 SEND_BEFORE = Message(
     "some ranks wait in a collective and other ranks wait for a message: send the message before the collective, or receive "
-    "it after the collective",
+    "it after the collective; or a rank left a loop early, or skipped a call or a send",
     "A deadlock of collectives and messages.",
 )
 NO_RANK_SENDS = Message(
@@ -322,8 +322,11 @@ def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, be
 
 
 def _handled(rows: Iterable[RankState]) -> str:
+    """Return what to do about ranks that handle an exception; "" if they are more than the ranks that handle none."""
+    rows = [*rows]
     ranks = join(run for row in rows if row.handling for run in row.ranks)
-    return HANDLED_BEFORE(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks))) if ranks else ""
+    usual = 2 * count(ranks) > count(join(run for row in rows for run in row.ranks))
+    return "" if usual or not ranks else HANDLED_BEFORE(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks)))
 
 
 def _refused(rows: Iterable[RankState]) -> str:

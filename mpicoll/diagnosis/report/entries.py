@@ -249,7 +249,7 @@ def entry_of(
         site=str(call.site),
         called_from=caller_of(call.site),
         group=group,
-        asynchronous=call.asynchronous,
+        asynchronous=call.async_op,
         state=state,
         problem="" if error is None else _problem_of(error),
         needs=needs,
@@ -262,6 +262,8 @@ def entry_of(
 def _handled() -> str:
     """Return the exception that the program handles in this thread, and where the exception was raised; "" if there is none."""
     error = sys.exc_info()[1]
+    if isinstance(error, (GeneratorExit, StopIteration, StopAsyncIteration)):  # a loop has ended
+        return ""
     site = (
         "" if error is None else traceback_site(error.__traceback__)
     )  # "": this library handles an exception of its own
@@ -270,7 +272,8 @@ def _handled() -> str:
 
 def _problem_of(error: BaseException) -> str:
     # Of a report the headline: its rows are about another call.
-    return f"{type(error).__name__}: {in_one_line(error) if isinstance(error, DistError) else message_of(error)}"
+    text = in_one_line(error) if isinstance(error, DistError) else message_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _DTYPE = re.compile(

@@ -12,7 +12,7 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from mpicoll.diagnosis.call import CallDescription
+from mpicoll.diagnosis.report import advice as advices
 from mpicoll.diagnosis.report import report as reports
 from mpicoll.diagnosis.report.entries import (
     MOST_COUNTED,
@@ -432,7 +433,7 @@ def test_an_entry_of_a_call() -> None:
     """The parts of a call's key have names, and what is wrong with its arguments is its problem."""
     site = call_site()
     call = CallDescription(
-        "reduce", ("ReduceOp.SUM", ("root", 3), "float32", ("elements", 1000)), site, seq=7, asynchronous=True
+        "reduce", ("ReduceOp.SUM", ("root", 3), "float32", ("elements", 1000)), site, seq=7, async_op=True
     )
     entry = entry_of(call, 5, waited=2.0)
     assert entry.ranks == ((5, 5),)
@@ -449,6 +450,45 @@ def test_an_entry_of_a_call() -> None:
     assert call_text(entry_of(named, 0)) == "barrier #1 name epoch"
     wrong = entry_of(CallDescription("gather", (), site, error=ValueError("x")), 0)
     assert (call_text(wrong), wrong.problem) == ("gather (…)", "ValueError: x")
+
+
+@pytest.mark.parametrize(
+    ("who", "told"), [((), False), ((0,), True), ((0, 1), True), ((0, 1, 2), False), ((0, 1, 2, 3), False)]
+)
+def test_advice_on_ranks_that_handle_an_exception(who: tuple[int, ...], told: bool) -> None:
+    """A call in an `except` block is suspected only if most ranks handle no exception."""
+    rows = [
+        RankState(
+            ((rank, rank),),
+            op="barrier",
+            group="WORLD",
+            state="waits",
+            handling="KeyError: 1 (at a.py:1)" * (rank in who),
+        )
+        for rank in range(4)
+    ]
+    assert ("correct the error" in advices._handled(rows)) == told
+
+
+def test_loops_that_end_are_no_exceptions_handled() -> None:
+    """A call in a generator that the program closes handles no exception of the program; one without a text has a name."""
+
+    def calls() -> Generator[None, None, None]:
+        try:
+            yield
+        finally:
+            found.append(entry_of(CallDescription("barrier", (), call_site()), 0).handling)
+
+    found: list[str] = []
+    made = calls()
+    next(made)
+    made.close()
+    try:
+        raise KeyError
+    except KeyError:
+        found.append(entry_of(CallDescription("barrier", (), call_site()), 0).handling)
+    assert found[0] == ""
+    assert found[1].startswith("KeyError (at test_report.py:"), found
 
 
 def test_what_differs_is_marked() -> None:
