@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -171,8 +171,8 @@ def run_prepared(
         again = _cache(found, op, alias, ready)
     except Exception as error:
         refuse(found, op, site, error, alias)
-    if again is not None:  # the first call moves as the next calls
-        _, send, recv, outputs = ready.cached
+    if again is not None:  # the first call moves as the next calls, whose arrays are those that the program passes
+        _, send, recv, outputs = cast("Cached", next(iter(arguments)))
         if not async_op:
             if dispatch.run_waited(found, again, send, recv, frame, None if timeout is None else limit, name):
                 return None
