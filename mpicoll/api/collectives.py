@@ -217,7 +217,7 @@ def monitored_barrier(
             refuse(
                 found, "barrier", call_site(), ValueError(f"timeout must be finite, got {timeout}"), "monitored_barrier"
             )
-    if has_type(limit, timedelta):
+    if has_type(limit, timedelta) and limit >= timedelta(0):  # a negative limit is refused
         limit = max(limit, _AT_ONCE)
     try:
         run_cached("barrier", found, _BARRIER, prepare.barrier, (None, False), False, limit, None, None)

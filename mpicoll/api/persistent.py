@@ -132,7 +132,7 @@ class Plan:
 
         Raises:
             RuntimeError: the plan was not started.
-            TypeError: ``timeout`` is not a timedelta.
+            TypeError, ValueError: ``timeout`` is not a timedelta, or negative.
             Others as :meth:`mpicoll.Work.wait`. After a mismatch the plan can be started again.
 
         Source: MPI-4.1 section 3.7.3 (MPI_Wait).

@@ -29,7 +29,7 @@ from mpicoll.launch.mpiexec import (
     srun_command,
     this_machine,
 )
-from mpicoll.launch.outcome import GRACE, Outcome, decide, time_to_end
+from mpicoll.launch.outcome import GRACE, GivenUp, Outcome, decide, is_left_in_finalize, time_to_end
 from mpicoll.launch.sinks import Sinks, Sources
 from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
@@ -154,11 +154,12 @@ class Job:
         self._stop_time: float | None = None
         self._hurry = False
         self._asked = False  # the launcher has been asked to end
-        self._failed = 0.0  # when a rank's failure was first seen
+        self._grace: float | None = None  # seconds for which the job may go on after a failure
+        self._failed = 0.0  # when this failure was first seen
         self._next_look = 0.0
         self._begun = 0.0
         self._over = 0.0  # when the job had ended
-        self._given_up = False
+        self._given_up: GivenUp = ""
         self._launcher: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         try:
@@ -379,12 +380,13 @@ class Job:
         if now < self._next_look or self._stop_time is not None or self.options.extra:
             return
         self._next_look = now + 0.2
-        grace = time_to_end(read_records(self.directory))
-        if grace is None:
-            return
-        self._failed = self._failed or now
-        if now - self._failed > grace:
-            self._given_up, self._stop_time = True, now
+        records = read_records(self.directory)
+        finalizing = self.launch.local and is_left_in_finalize(records, self.options.nprocs, is_child)
+        grace = time_to_end(records, finalizing)
+        if grace != self._grace:
+            self._grace, self._failed = grace, now
+        if grace is not None and now - self._failed > grace:
+            self._given_up, self._stop_time = "in MPI_Finalize" if finalizing else "after a failure", now
 
     def _end_guard(self) -> None:
         """End the guard when the launcher has ended, or has been asked to end: the number of the process may be given anew."""
@@ -473,6 +475,15 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except OSError:
         pass
+
+
+def is_child(pid: int, parent: int) -> bool:
+    """Return whether a process of this host lives, and is a child of the other."""
+    try:
+        state, found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return False
+    return int(found) == parent and state not in "ZX"
 
 
 def processes_of(directory: Path) -> list[int]:

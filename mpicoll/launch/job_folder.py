@@ -43,8 +43,8 @@ class Record:
     The kind is ``start`` or ``pid`` (value: the process id of the shell, of the rank), ``exit`` or ``fail`` (value: the exit
     code), ``blame``: a failure in consequence of another rank's failure, or ``stop``: the rank ends the job by intent, has
     printed why, and no rank counts as failed; or ``died``: a rank of the same host has seen the process of the rank end without
-    the end of the library; or ``end``: the program of the rank has ended without an error, and MPI_Finalize comes. A rank that
-    fails writes before its own record ``early`` if another rank has
+    the end of the library; or ``end`` (value: the process): the program of the rank has ended without an error, and MPI_Finalize
+    comes. A rank that fails writes before its own record ``early`` if another rank has
     reached its end without an error before the calls that this rank makes, and ``lost`` if the process of another rank has
     ended before its own: the rank is the other.
     """

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mpicoll.launch.environment import Family
 from mpicoll.launch.job_folder import Record
 
 GRACE = 1.0  # seconds that a job gets to end by itself after a failure, and between asking for its end and killing its processes
 LEFT_GRACE = 10.0  # the same for a rank that has left with exit code 0 and without MPI_Finalize
+FINALIZE_GRACE = (
+    30.0  # the same for ranks in MPI_Finalize, if the programs of all ranks have ended and another process, too
+)
+
+GivenUp = Literal["", "after a failure", "in MPI_Finalize"]
 
 _FAILED = ("exit", "fail")
 _SIGNALS = {129, 130, 131, 134, 137, 143, 9, 15}
@@ -39,8 +45,8 @@ class Outcome:
         """The outcome in words."""
         if self.finalizing:
             return (
-                f"rank {self.rank} has ended, and MPI_Finalize did not return on other ranks within {LEFT_GRACE:g} s; ended the "
-                "job. Every program had ended without an error. With MPICH a message that no rank has received makes "
+                f"rank {self.rank} has ended, and MPI_Finalize did not return on other ranks within {FINALIZE_GRACE:g} s; ended "
+                "the job. Every program had ended without an error. With MPICH a message that no rank has received makes "
                 "MPI_Finalize fail"
             )
         if self.left:
@@ -50,38 +56,47 @@ class Outcome:
         return f"rank {self.early} ended first, and rank {self.rank} failed because of it: {describe(self.code)}"
 
 
-def is_left_in_finalize(records: Sequence[Record]) -> bool:
+def is_left_in_finalize(records: Sequence[Record], nprocs: int, lives: Callable[[int, int], bool]) -> bool:
     """Return whether the programs of all ranks have ended without an error, and only some processes, with exit code 0.
 
     MPI_Finalize returns when all ranks have called it. If it fails on a rank, or a rank ends without it, it does not return on
     the other ranks.
+
+    Args:
+        nprocs: number of ranks.
+        lives: returns whether a process, the first argument, lives as a child of the second: a program that a rank has started
+            and waited for is no rank.
     """
-    started = {record.rank for record in records if record.kind == "start"}
-    ended = {record.rank for record in records if record.kind == "exit" and record.value == 0}
-    finalizing = {record.rank for record in records if record.kind == "end"} - ended
-    return bool(ended and finalizing) and started == ended | finalizing
+    shells = {record.rank: record.value for record in records if record.kind == "start"}
+    exits = {record.rank: record.value for record in records if record.kind == "exit"}
+    ends = {record.rank: record.value for record in records if record.kind == "end" and record.rank not in exits}
+    all_ended = bool(exits and ends) and not any(exits.values()) and exits.keys() | ends.keys() == shells.keys()
+    return all_ended and len(shells) == nprocs and all(lives(process, shells[rank]) for rank, process in ends.items())
 
 
-def time_to_end(records: Sequence[Record]) -> float | None:
+def time_to_end(records: Sequence[Record], finalizing: bool = False) -> float | None:
     """Return the seconds after which a job with these records is ended if its launcher does not end it; None: the job goes on.
 
     MPICH 5.0: if a rank dies before MPI_Init, mpiexec leaves the other ranks waiting in MPI_Init without end; with the option
     -disable-auto-cleanup also in any other call, if a rank ends with exit code 0 without MPI_Finalize.
+
+    Args:
+        finalizing: as :func:`is_left_in_finalize` returns.
     """
     if any(record.kind == "exit" and record.value for record in records):
         return GRACE
-    if is_left_in_finalize(records) or any(record.kind == "died" for record in records):
+    if any(record.kind == "died" for record in records):
         return LEFT_GRACE
-    return None
+    return FINALIZE_GRACE if finalizing else None
 
 
 def decide(
-    records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True, given_up: bool = False
+    records: Sequence[Record], mpiexec_code: int, family: Family, *, local: bool = True, given_up: GivenUp = ""
 ) -> Outcome:
     """Return the exit code of the rank that failed first; pure.
 
     Args:
-        given_up: `mpicoll run` has ended the job, as its launcher did not.
+        given_up: why `mpicoll run` has ended the job, if its launcher did not.
 
     The first recorded failure counts, with two exceptions. After ``MPI_Abort(7)`` the launcher kills every rank, the caller
     included, and only the launcher knows the 7. This does not apply if a rank that failed later, with its own code, ended the
@@ -94,7 +109,7 @@ def decide(
     first = next((record for record in records if record.kind in _FAILED and record.value != 0), None)
     if not local and code != 0:
         return Outcome(code)
-    if given_up and is_left_in_finalize(records):
+    if given_up == "in MPI_Finalize":
         return Outcome(0, next(record.rank for record in records if record.kind == "exit"), finalizing=True)
     died = next((record for record in records if record.kind == "died" and given_up), None)
     if died is not None and Record("exit", died.rank, 0) in records:

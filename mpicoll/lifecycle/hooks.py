@@ -421,7 +421,7 @@ def _end() -> None:
         if keyval is not None and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(keyval)
             if not ending.code:
-                append_record("end", MPI.COMM_WORLD.rank, 0)
+                append_record("end", MPI.COMM_WORLD.rank, os.getpid())
 
 
 def _end_alone(grace: float) -> None:

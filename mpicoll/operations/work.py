@@ -182,14 +182,14 @@ class Work:
             timeout: time limit of this wait; ``timedelta(0)`` means the limit of the call (in torch of the group).
 
         Raises:
-            TypeError: ``timeout`` is not a timedelta.
+            TypeError, ValueError: ``timeout`` is not a timedelta, or negative.
             CollectiveTimeoutError: the call was not complete within the limit; the group is broken.
             BufferInUseError: the program wrote a buffer of the call before the call was complete.
             PeerFailedError, PeerExitedError, DeadlockError, GroupBrokenError: as :func:`mpicoll.broadcast`.
             CollectiveMismatchError, DistBackendError: the members made different calls; MPI reported an error.
             DistError: an exception of a signal handler interrupted the call.
         """
-        if not isinstance(timeout, timedelta):
+        if not isinstance(timeout, timedelta) or timeout.days < 0:
             need_timedelta(timeout)
         complete = self._request.finish()
         self._observe()

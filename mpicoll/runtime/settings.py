@@ -73,12 +73,14 @@ def need_timedelta(timeout: Any, *, positive: bool = False) -> timedelta:
 
     Raises:
         TypeError: not a timedelta (as in torch).
-        ValueError: not positive, if it has to be.
+        ValueError: negative, as of a deadline that has passed; or not positive, if it has to be.
     """
     if not isinstance(timeout, timedelta):
         number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         hint = f": pass datetime.timedelta(seconds={timeout!r})" if number else ""
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}{hint}")
+    if timeout.days < 0 and not positive:
+        raise ValueError(f"timeout must not be negative, got {timeout.total_seconds():g} seconds")
     if positive and timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout}")
     return timeout

@@ -21,7 +21,7 @@ from polling import until
 
 from mpicoll.launch.mpi_library import find_library
 from mpicoll.launch.mpiexec import find_mpiexec
-from mpicoll.launch.outcome import LEFT_GRACE
+from mpicoll.launch.outcome import FINALIZE_GRACE, LEFT_GRACE
 
 
 def test_output_input_and_environment(tmp_path: Path) -> None:
@@ -168,6 +168,7 @@ def test_ranks_that_leave_one_after_the_other(tmp_path: Path) -> None:
         assert (result.code, result.out) == (0, "through\n"), result
 
 
+@pytest.mark.slow
 def test_a_message_that_no_rank_receives(tmp_path: Path) -> None:
     """With MPICH the message makes MPI_Finalize fail on rank 1 and not return on rank 0: the job ends, with exit code 0."""
     script = write(
@@ -186,6 +187,24 @@ def test_a_message_that_no_rank_receives(tmp_path: Path) -> None:
     assert (result.code, result.out) == (0, "through\n" * 2), result
     if find_library().family == "mpich":
         assert "rank 1 has ended, and MPI_Finalize did not return on other ranks" in result.err, result
+
+
+@pytest.mark.slow
+def test_a_rank_that_works_on_after_a_program_that_it_has_started(tmp_path: Path) -> None:
+    """The end of a program that uses MPI is not the end of the rank that has started the program."""
+    program = write(tmp_path, "import mpicoll as dist\ndist.init_process_group()\ndist.barrier()\n", "program.py")
+    script = write(
+        tmp_path,
+        f"""
+        import os, subprocess, sys, time
+        subprocess.run([sys.executable, {str(program)!r}], check=True, close_fds=False)
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "0":
+            time.sleep({FINALIZE_GRACE + 3})
+            print("through", flush=True)
+        """,
+    )
+    result = call([*RUN, "-n", "2", script])
+    assert (result.code, result.out) == (0, "through\n"), result
 
 
 def test_a_rank_that_dies_before_mpi_starts(tmp_path: Path) -> None:

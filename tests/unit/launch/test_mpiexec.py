@@ -29,7 +29,7 @@ from mpicoll.launch.mpiexec import (
     settings_in_files,
     srun_command,
 )
-from mpicoll.launch.outcome import GRACE, LEFT_GRACE, decide, describe, time_to_end
+from mpicoll.launch.outcome import FINALIZE_GRACE, GRACE, LEFT_GRACE, decide, describe, is_left_in_finalize, time_to_end
 from mpicoll.launch.streams import Lines
 
 OMPI5 = Mpiexec("/opt/ompi/bin/mpiexec", "openmpi", "5.0.11")
@@ -361,24 +361,32 @@ def test_a_rank_that_ended_early(kind: str, ends: list[tuple[str, int, int]]) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "seconds", "code"),
+    ("rows", "left", "seconds"),
     [
-        ([("end", 0, 0), ("end", 1, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),
-        ([("end", 0, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),  # rank 1 ended by os._exit
-        ([(EXIT, 1, 0)], None, None),  # rank 0 still runs
-        ([("end", 0, 0), ("end", 1, 0)], None, None),  # as at every end of a job
-        ([("end", 0, 0), (EXIT, 1, 3)], GRACE, 3),
-        ([("end", 0, 0), ("died", 1, 0), ("end", 1, 0), (EXIT, 1, 0)], LEFT_GRACE, 0),
+        ([("end", 0, 8), ("end", 1, 9), (EXIT, 1, 0), ("end", 2, 10), (EXIT, 2, 0)], True, FINALIZE_GRACE),
+        ([("end", 0, 8), (EXIT, 1, 0), (EXIT, 2, 0)], True, FINALIZE_GRACE),  # two ranks ended by os._exit
+        ([(EXIT, 1, 0), (EXIT, 2, 0)], False, None),  # rank 0 still runs
+        ([("end", 0, 7), (EXIT, 1, 0), (EXIT, 2, 0)], False, None),  # a program that rank 0 has started has ended
+        ([("end", 0, 8), ("end", 1, 9), ("end", 2, 10)], False, None),  # as at every end of a job
+        ([("end", 0, 8), (EXIT, 1, 0), ("end", 2, 10), (EXIT, 2, 139)], False, GRACE),
+        ([("end", 0, 8), ("died", 1, 0), (EXIT, 1, 0), (EXIT, 2, 0)], True, LEFT_GRACE),
     ],
 )
-def test_ranks_left_in_mpi_finalize(rows: list[tuple[str, int, int]], seconds: float | None, code: int | None) -> None:
-    """A job all of whose programs have ended is ended after a while, and has not failed."""
-    records = [Record(START, 0, 98), Record(START, 1, 99), *(Record(*row) for row in rows)]
-    assert time_to_end(records) == seconds
-    if code is not None:
-        killed = Record(EXIT, 0, 143)
-        outcome = decide([*records, killed], 0, "mpich", given_up=True)
-        assert (outcome.code, outcome.rank, outcome.finalizing) == (code, 1, code == 0)
+def test_ranks_left_in_mpi_finalize(rows: list[tuple[str, int, int]], left: bool, seconds: float | None) -> None:
+    """A job all of whose programs have ended is ended after a while."""
+    shells = [Record(START, rank, 98 + rank) for rank in range(3)]
+    records = [*shells, *(Record(*row) for row in rows)]
+    assert is_left_in_finalize(records, 3, lambda pid, shell: pid == shell - 90) == left
+    assert not is_left_in_finalize(records, 4, lambda *_: True)
+    assert time_to_end(records, left) == seconds
+
+
+def test_the_outcome_of_ranks_left_in_mpi_finalize() -> None:
+    """Their job has not failed, although they were killed."""
+    rows = [(START, 0, 98), (START, 1, 99), ("end", 0, 8), (EXIT, 1, 0), (EXIT, 0, 143)]
+    outcome = decide([Record(*row) for row in rows], 0, "mpich", given_up="in MPI_Finalize")
+    assert (outcome.code, outcome.rank, outcome.finalizing) == (0, 1, True)
+    assert outcome.text.startswith("rank 1 has ended, and MPI_Finalize did not return on other ranks")
 
 
 def test_describe() -> None:
