@@ -178,6 +178,8 @@ def test_wait_says_true_every_time_and_takes_a_timedelta() -> None:
     for wrong in (5, 0.5, None):
         with pytest.raises(TypeError, match="timedelta"):
             work.wait(wrong)
+    with pytest.raises(ValueError, match="must not be negative"):
+        work.wait(timedelta(seconds=-1))
     assert work.wait()
 
 
