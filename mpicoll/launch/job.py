@@ -29,7 +29,7 @@ from mpicoll.launch.mpiexec import (
     srun_command,
     this_machine,
 )
-from mpicoll.launch.outcome import GRACE, GivenUp, Outcome, decide, is_left_in_finalize, time_to_end
+from mpicoll.launch.outcome import FINALIZE_GRACE, GRACE, GivenUp, Outcome, decide, is_left_in_finalize, time_to_end
 from mpicoll.launch.sinks import Sinks, Sources
 from mpicoll.launch.slurm import find_plugins, how
 from mpicoll.launch.streams import LauncherOutput, Streams, is_stdin_usable
@@ -386,7 +386,7 @@ class Job:
         if grace != self._grace:
             self._grace, self._failed = grace, now
         if grace is not None and now - self._failed > grace:
-            self._given_up, self._stop_time = "in MPI_Finalize" if finalizing else "after a failure", now
+            self._given_up, self._stop_time = "in MPI_Finalize" if grace == FINALIZE_GRACE else "after a failure", now
 
     def _end_guard(self) -> None:
         """End the guard when the launcher has ended, or has been asked to end: the number of the process may be given anew."""

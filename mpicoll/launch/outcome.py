@@ -12,9 +12,7 @@ from mpicoll.launch.job_folder import Record
 
 GRACE = 1.0  # seconds that a job gets to end by itself after a failure, and between asking for its end and killing its processes
 LEFT_GRACE = 10.0  # the same for a rank that has left with exit code 0 and without MPI_Finalize
-FINALIZE_GRACE = (
-    30.0  # the same for ranks in MPI_Finalize, if the programs of all ranks have ended and another process, too
-)
+FINALIZE_GRACE = 30.0  # the same for ranks in MPI_Finalize, if the programs of all ranks have ended
 
 GivenUp = Literal["", "after a failure", "in MPI_Finalize"]
 
