@@ -240,7 +240,7 @@ class CallWait:
         for rank, (began, site) in self._noted(gone).items():
             same = RankState((), state="waits")
             call = same if mine.site.endswith(site) else replace(mine, site=site, called_from="", state="waits")
-            found.append(replace(call, ranks=((rank, rank),), waited=(now - began, now - began)))
+            found.append(replace(call, ranks=((rank, rank),), callers=(), waited=(now - began, now - began)))
         return found
 
     def _noted(self, gone: Runs = ()) -> dict[int, tuple[float, str]]:

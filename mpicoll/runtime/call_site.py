@@ -237,32 +237,46 @@ def _is_installed(name: str) -> bool:
     return name.startswith((*_INSTALLED, "<")) or any(folder in name for folder in _PACKAGES)
 
 
-def caller_of(call: CallSite) -> str:
-    """Return file:line of the program that has called the installed package in which a call stands.
+_MOST_CALLERS = 4
+
+
+def is_installed(call: CallSite) -> bool:
+    """Return whether a call stands in Python's library or in an installed package, not in the program."""
+    return _is_installed(call.code.co_filename)
+
+
+def callers_of(call: CallSite) -> list[str]:
+    """Return the places of the program that have led to a call, the nearest first, each function once.
 
     Returns:
-        "thread NAME" if no line of the program has, as in a thread of an executor; "" if the call stands in the program, or if no
-        thread is in the call.
+        At most four of file:line; ["thread NAME"] if the call stands in an installed package and no line of the program has made
+        the call, as in a thread of an executor; [] if no thread is in the call.
     """
-    if not _is_installed(call.code.co_filename):
-        return ""
-    with stacks() as frames:
-        found = [
-            (ident, _caller_on(stack, call))
-            for ident, stack in ((threading.get_ident(), sys._getframe(1)), *frames.items())
-        ]
-    return next((place or f"thread {_name_of(ident)}" for ident, place in found if place is not None), "")
+    ident, found = threading.get_ident(), _callers_on(sys._getframe(1), call)
+    if found is None:
+        with stacks() as frames:
+            others = {thread: _callers_on(frame, call) for thread, frame in frames.items()}
+        ident, found = next((pair for pair in others.items() if pair[1] is not None), (0, None))
+    if found == [] and is_installed(call):
+        return [f"thread {_name_of(ident)}"]
+    return found or []
 
 
-def _caller_on(frame: FrameType | None, call: CallSite) -> str | None:
-    """Return the same of one stack: None if the call is not on the stack, "" if no line of the program is."""
+def _callers_on(frame: FrameType | None, call: CallSite) -> list[str] | None:
+    """Return the same of one stack: None if the call is not on the stack, [] if no line of the program is."""
     while frame is not None and not (frame.f_code is call.code and frame.f_lasti == call.instruction):
         frame = frame.f_back
     if frame is None:
         return None
-    while frame is not None and _is_installed(frame.f_code.co_filename):
+    found: list[str] = []
+    seen = {call.code}
+    while frame is not None and len(found) < _MOST_CALLERS:
+        code = frame.f_code
+        if code not in seen and not _is_passed(code.co_filename) and not _is_installed(code.co_filename):
+            found.append(f"{code.co_filename}:{frame.f_lineno}")
+        seen.add(code)
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return found
 
 
 def _name_of(ident: int) -> str:

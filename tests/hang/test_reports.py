@@ -307,6 +307,45 @@ def test_calls_of_an_installed_package(other: str, error: str, told: str) -> Non
     assert told.replace("OTHER", lines["OTHER"]) in report, job
 
 
+THROUGH_A_WRAPPER = (
+    HEAD
+    + """
+def total(x):
+    EXCHANGE
+    return x
+def energy():
+    return total(np.ones(3))  # ENERGY
+def momentum():
+    return total(np.ones(4))  # MOMENTUM
+(momentum if r == 1 else energy)()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "error", "row"),
+    [
+        ("dist.all_reduce(x)", "CollectiveMismatchError", "rank {}: all_reduce #1 float64[{}] SUM"),
+        ("dist.recv(x, 1 - r)", "DeadlockError", "rank {}: recv float64[{}] from rank 1 tag 0"),
+    ],
+)
+def test_different_calls_through_one_wrapper(exchange: str, error: str, row: str) -> None:
+    """The rows of calls at one line of the program name the functions that have called the wrapper."""
+    program = THROUGH_A_WRAPPER.replace("EXCHANGE", f"{exchange}  # EXCHANGE")
+    lines = {
+        mark: next(at for at, line in enumerate(program.splitlines(), 1) if f"# {mark}" in line)
+        for mark in ("EXCHANGE", "ENERGY", "MOMENTUM")
+    }
+    job = run_job(program, 2, limit=30)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    report = " ".join(job.err[0].replace("[rank 0]", "").replace(">", "").replace("<", "").split())
+    assert f"{error}: " in report, job
+    assert f"{row.format(0, 3)} at job.py:{lines['EXCHANGE']}, called from job.py:{lines['ENERGY']}" in report, job
+    other = row.format(1, 4).replace("from rank 1", "from rank 0")
+    assert f"{other} at job.py:{lines['EXCHANGE']}, called from job.py:{lines['MOMENTUM']}" in report, job
+
+
 @pytest.mark.parametrize(
     ("others", "error"),
     [("dist.all_reduce(np.ones(3))", "CollectiveMismatchError"), ("dist.recv(np.ones(1), 1)", "DeadlockError")],

@@ -21,13 +21,13 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Literal
 
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.report.text_layout import clip, columns, short_paths
 from mpicoll.errors import DistError, in_one_line, message_of
-from mpicoll.runtime.call_site import caller_of, traceback_site
+from mpicoll.runtime.call_site import callers_of, is_installed, traceback_site
 from mpicoll.transports.control import NOTHING
 
 MOST_ROWS = 24
@@ -36,7 +36,8 @@ _BITS = 62
 _MOST_PARTS = 10
 _LENGTHS = {"op": 48, "site": 300, "called_from": 300, "group": 60, "problem": 500, "needs": 160, "handling": 200}
 _PART_NAME, _PART_TEXT = 24, 80
-_ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT)) + 512
+_MOST_CALLERS, _CALLER_TEXT = 3, 100
+_ROW_BYTES = 4 * (sum(_LENGTHS.values()) + _MOST_PARTS * (_PART_NAME + _PART_TEXT) + _MOST_CALLERS * _CALLER_TEXT) + 512
 
 Runs = tuple[tuple[int, int], ...]
 """Ranks as runs (first, last), in order and with gaps between them: all ranks of a job are one run."""
@@ -132,7 +133,9 @@ class RankState:
         needs: the ranks or the message that the ranks wait for.
         peer: the rank at the other end of a point-to-point call; -1: any rank.
         waited: the least and the most seconds that one of the ranks has waited.
-        called_from: file:line of the program, if the call stands in an installed package; "" if it is not known.
+        called_from: file:line of the program, if the call stands in an installed package, or if other ranks have made another
+            call at ``site`` (see :meth:`Table.told`); "" if it is not known.
+        callers: the further places of the program that have led to the call, the nearest first.
         handling: the exception of the program that was on its way when the call was made, in an ``except`` or ``finally``.
     """
 
@@ -149,6 +152,7 @@ class RankState:
     peer: int | None = None
     waited: tuple[float, float] | None = None
     called_from: str = ""
+    callers: tuple[str, ...] = ()
     handling: str = ""
 
     def __post_init__(self) -> None:
@@ -164,6 +168,11 @@ class RankState:
                 ("further", f"{len(parts) - _MOST_PARTS + 1} arguments, {_digest(rest):06x}"[:40])
             ]
         object.__setattr__(self, "key", tuple(parts))
+        object.__setattr__(
+            self,
+            "callers",
+            tuple(clip(text, _CALLER_TEXT, tail=_CALLER_TEXT - 1) for text in self.callers[:_MOST_CALLERS]),
+        )
 
     def content(self) -> tuple[Any, ...]:
         """Return the facts that are equal in all entries of one row: all but the ranks and their waiting times."""
@@ -236,6 +245,8 @@ def entry_of(
 ) -> RankState:
     """Return the entry of a rank that makes a call or waits in it."""
     error = call.error
+    callers = callers_of(call.site)
+    outside = is_installed(call.site)
     parts = [_part(part) for part in call.key]
     if call.detail != NOTHING and not call.uneven and "elements" not in dict(parts):
         parts.append(("elements", str(call.detail)))
@@ -247,7 +258,8 @@ def entry_of(
         key=tuple(parts),
         seq=0 if call.closes else call.seq,
         site=str(call.site),
-        called_from=caller_of(call.site),
+        called_from=callers[0] if outside and callers else "",
+        callers=tuple(callers[outside:]),
         group=group,
         asynchronous=call.async_op,
         state=state,
@@ -343,6 +355,23 @@ class Table:
             others=tuple(sorted(others)),
         )
 
+    def told(self) -> Table:
+        """Return the table with the callers that tell different calls at one place of the program apart, as ``called_from``.
+
+        All other callers are dropped, and rows that differ in these only are one row.
+        """
+        at: dict[tuple[str, str], list[RankState]] = {}
+        for row in self.rows:
+            at.setdefault((row.site, row.called_from), []).append(row)
+        alike: dict[tuple[Any, ...], list[RankState]] = {}
+        for rows in at.values():
+            nth = _first_difference([row.callers for row in rows]) if len({row.call() for row in rows}) > 1 else None
+            for row in rows:
+                caller = row.called_from if nth is None else (*row.callers, "")[min(nth, len(row.callers))]
+                plain = replace(row, called_from=caller or row.called_from, callers=())
+                alike.setdefault(plain.content(), []).append(plain)
+        return replace(self, rows=tuple(_one(same) for same in alike.values()))
+
     def pack(self) -> bytes:
         """Return the table as bytes, at most :func:`size_bound`; only :meth:`unpack` reads them."""
         numbers = array("q")
@@ -429,6 +458,12 @@ def _one(same: Sequence[RankState]) -> RankState:
     times = [time for entry in same if entry.waited is not None for time in entry.waited]
     ranks = join(run for entry in same for run in entry.ranks)
     return replace(same[0], ranks=ranks, waited=(min(times), max(times)) if times else None)
+
+
+def _first_difference(lists: Sequence[tuple[str, ...]]) -> int | None:
+    """Return the first index at which the lists that are not empty differ, or None."""
+    columns_of = enumerate(zip_longest(*filter(None, lists), fillvalue=""))
+    return next((nth for nth, column in columns_of if len(set(column)) > 1), None)
 
 
 def _without(runs: Runs, removed: Runs) -> Runs:

@@ -51,7 +51,7 @@ class Report:
         members: the ranks that the report concerns: the members of the group, or the ranks of the deadlock.
         seq: number of the call on the group.
         headline: one sentence on the error.
-        table: the states of the ranks.
+        table: the states of the ranks, as told (see ``Table.told``).
         odd: the ranks at fault, if known: ranks that differ from the other ranks, are late, or have left.
         next_step: what the reader can do now.
         closing: the state after the error, as a sentence.
@@ -71,6 +71,9 @@ class Report:
     cycle: tuple[int, ...] = ()
     around: int = 0
     waiting: RankState | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", self.table.told())
 
     def one_line(self, width: int = 400) -> str:
         """Return the headline in one line."""

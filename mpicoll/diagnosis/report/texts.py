@@ -155,6 +155,7 @@ def mismatch(group: str, members: Runs, seq: int, table: Table, closing: str = "
     Args:
         closing: the last line, if the call was not compared before data moved.
     """
+    table = table.told()
     wrong = join(run for row in table.rows if row.problem for run in row.ranks)
     lacking = {row.lacks for row in table.rows if row.problem}
     message = DIFFERENT_CALLS if not wrong else WRONG_ARGUMENTS

@@ -589,6 +589,26 @@ def test_calls_of_an_installed_package() -> None:
     assert "SUM on group WORLD at steps.py:7, called from train.py:6:" in text.splitlines()[0]
 
 
+def test_calls_of_one_wrapper() -> None:
+    """Different calls at one place name the nearest callers that differ; rows that differ in other callers only are one row."""
+    comm, train = "/home/ada/comm.py", "/home/ada/train.py"
+    through = f"{comm}:9"
+    rows = [
+        usual([0], site=f"{comm}:4", callers=(through, f"{train}:5", f"{train}:30")),
+        usual([2, 3], site=f"{comm}:4", callers=(through, f"{train}:5", f"{train}:40")),
+        usual([1], site=f"{comm}:4", callers=(through, f"{train}:7"), key=key("MAX")),
+    ]
+    assert Table.unpack(table_of(rows).pack()).told().rows == table_of(rows).told().rows
+    text = mismatch("WORLD", runs_of(range(4)), 41, table_of(rows)).text()
+    assert " ranks 0, 2-3: all_reduce #41 float32[1024] SUM at comm.py:4, called from train.py:5\n" in text
+    assert " rank 1: all_reduce #41 float32[1024] >MAX< at comm.py:4, called from train.py:7\n" in text
+    assert "rank 1 skipped or repeated a call before" in text
+    alike = [*rows[:2], usual([1], site=f"{comm}:4", callers=(through, f"{train}:5", f"{train}:50"), key=key("MAX"))]
+    assert "train.py:50" in mismatch("WORLD", runs_of(range(4)), 41, table_of(alike)).text()
+    same = table_of(rows[:2]).told()
+    assert [(row.ranks, row.called_from, row.callers) for row in same.rows] == [(((0, 0), (2, 3)), "", ())]
+
+
 def test_this_rank_is_the_only_difference() -> None:
     """The reports of two ranks differ in the mark of this rank alone."""
     report = receives(4)

@@ -147,15 +147,32 @@ def test_the_program_that_called_an_installed_package(tmp_path: Path) -> None:
     package = between(tmp_path / "site-packages" / "trainer.py")
     sites: list[call_site.CallSite] = []
 
-    def call() -> str:
+    def call() -> list[str]:
         frame = sys._getframe(1)
         sites.append(call_site.CallSite(frame.f_code, frame.f_lasti))
-        return call_site.caller_of(sites[-1])
+        return call_site.callers_of(sites[-1])
 
     line = sys._getframe().f_lineno + 1
-    assert package(call) == f"{__file__}:{line}"
-    assert call_site.caller_of(sites[-1]) == ""  # it is over
-    assert call() == ""  # the call stands in the program
+    assert package(call) == [f"{__file__}:{line}"]
+    assert call_site.callers_of(sites[-1]) == []  # it is over
+    assert call() == []  # the call stands in the program, in a function that only packages have called
+
+
+def test_the_functions_that_led_to_a_call_of_the_program() -> None:
+    """The callers of a wrapper are found, the nearest first, each function once."""
+
+    def look() -> list[str]:
+        frame = sys._getframe(1)
+        return call_site.callers_of(call_site.CallSite(frame.f_code, frame.f_lasti))
+
+    def wrapper() -> list[str]:
+        return look()
+
+    def again(times: int) -> list[str]:
+        return again(times - 1) if times else wrapper()
+
+    here, line = sys._getframe().f_lineno, again.__code__.co_firstlineno + 1
+    assert again(3) == [f"{__file__}:{line}", f"{__file__}:{here + 1}"]
 
 
 def test_the_program_of_another_thread(tmp_path: Path) -> None:
@@ -177,18 +194,18 @@ def test_the_program_of_another_thread(tmp_path: Path) -> None:
     thread.start()
     assert here.wait(10)
     line = program.__code__.co_firstlineno + 1
-    assert call_site.caller_of(found[0]) == f"{__file__}:{line}"
+    assert call_site.callers_of(found[0]) == [f"{__file__}:{line}"]
     go_on.set()
     thread.join()
-    assert call_site.caller_of(found[0]) == ""
+    assert call_site.callers_of(found[0]) == []
 
 
 def test_a_call_that_no_line_of_the_program_makes() -> None:
     """The thread is named: an executor calls a function that the program has passed."""
 
-    def look() -> str:
+    def look() -> list[str]:
         frame = sys._getframe(1)
-        return call_site.caller_of(call_site.CallSite(frame.f_code, frame.f_lasti))
+        return call_site.callers_of(call_site.CallSite(frame.f_code, frame.f_lasti))
 
     with ThreadPoolExecutor(1, "loader") as pool:
-        assert pool.submit(look).result() == "thread loader_0"
+        assert pool.submit(look).result() == ["thread loader_0"]
