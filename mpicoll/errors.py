@@ -175,9 +175,9 @@ class DistError(RuntimeError):
         calls: the reports of the ranks: a dict for each different call. The keys are ranks (list of int), op, arguments (dict
             of strings), seq (int, 0: not numbered), site (file:line), called_from (file:line of the program, if the site is in
             an installed package, or in a function through which ranks have made different calls), group, async (bool), state (see
-            ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, handling (the exception of the program in whose ``except`` or ``finally`` block the call was made), waited
-            (the least and the most seconds that one of the ranks has waited, or None) and text. All other values are strings,
-            empty if nothing is known.
+            ``mpicoll.diagnosis.report.entries.Standing``), problem, needs, handling (the exception of the program in whose
+            ``except`` or ``finally`` block the call was made), waited (the least and the most seconds that one of the ranks has
+            waited, or None) and text. All other values are strings, empty if nothing is known.
     """
 
     what_to_do: ClassVar[str] = "read the message, which names the ranks, the place (file:line) and what happened"

@@ -20,6 +20,7 @@ from mpicoll.diagnosis import wait_policy
 from mpicoll.errors import (
     ARGUMENT,
     DistError,
+    DistNetworkError,
     GroupBrokenError,
     PeerExitedError,
     PeerFailedError,
@@ -51,6 +52,9 @@ PRINTED_WITHIN = 2.0
 
 MOST_CHAINED = 20
 """Exceptions of a chain (``__cause__``, ``__context__``) that are looked at."""
+
+_OF_OTHERS = (PeerFailedError, GroupBrokenError, DistNetworkError)
+"""Errors of this rank that another rank's failure causes, if one has failed."""
 
 _owner = os.getpid()
 _installed = False
@@ -229,11 +233,9 @@ def _note_end(error: BaseException) -> Board | None:
     board = known.board if known is not None else endpoints[-1].board if endpoints else None
     if board is not None and not MPI.Is_finalized():
         board.poll()
-        if isinstance(error, PeerFailedError):
+        if isinstance(error, (PeerFailedError, DistNetworkError)):
             _await_origin(error, board)
-    ending.because_of_others = bool(board is not None and board.failed) and isinstance(
-        error, (PeerFailedError, GroupBrokenError)
-    )
+    ending.because_of_others = bool(board is not None and board.failed) and isinstance(error, _OF_OTHERS)
     return board
 
 
@@ -248,9 +250,14 @@ def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> Non
     known.board.flush(0.5)
 
 
-def _await_origin(error: PeerFailedError, board: Board) -> None:
-    """Wait at most ORIGIN_ENDS_WITHIN for the failure message of a rank that the error names; the rank may also go on."""
-    if error.ranks:
+def _await_origin(error: PeerFailedError | DistNetworkError, board: Board) -> None:
+    """Wait at most ORIGIN_ENDS_WITHIN for the failure message of a rank that the error names; the rank may also go on.
+
+    A lost connection to the server of a store names no rank: the rank that has the server may be any.
+    """
+    if isinstance(error, DistNetworkError):
+        poll_until(lambda: board.notice_dead() or bool(board.failed), board, ORIGIN_ENDS_WITHIN, 0.002)
+    elif error.ranks:
         poll_until(lambda: bool(board.failed.keys() & set(error.ranks)), board, ORIGIN_ENDS_WITHIN, 0.002)
 
 

@@ -126,6 +126,33 @@ def test_exit_code_of_the_first_failure(how: str, tmp_path: Path) -> None:
     assert result.err.count("Traceback") == (how == "exception")
 
 
+def test_the_rank_with_the_server_of_a_store_dies(tmp_path: Path) -> None:
+    """Its code is that of the job, not the code of the ranks whose connections to the store are lost; these print a line each."""
+    script = write(
+        tmp_path,
+        """
+        import os
+        import mpicoll as dist
+        dist.init_process_group()
+        serves, port = dist.get_rank() == 0, [None]
+        if serves:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            port = [store.port]
+        dist.broadcast_object_list(port)
+        if not serves:
+            store = dist.TCPStore("localhost", port[0])
+        dist.barrier()
+        if serves:
+            os._exit(3)
+        store.get("never")
+        """,
+    )
+    result = call([*RUN, "-n", "3", script])
+    assert result.code == 3, result
+    assert "rank 0 failed first: exit code 3" in result.err, result
+    assert "Traceback" not in result.err, result
+
+
 def test_a_rank_that_leaves_without_finalizing(tmp_path: Path) -> None:
     """The other rank, who waits in a call of MPI, is ended, though the exit code is 0."""
     script = write(
