@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -210,15 +211,18 @@ def check_result(array: Array, name: str, readonly: bool) -> None:
 def overlaps(value: Array) -> bool:
     """Return whether two elements of an array have a byte in common, as in a broadcast view."""
     flags = value.flags
-    if flags.c_contiguous or flags.f_contiguous or value.size < 2:
+    return not (flags.c_contiguous or flags.f_contiguous) and _overlap(value.shape, value.strides, value.itemsize)
+
+
+@lru_cache(maxsize=256)
+def _overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if 0 in shape:
         return False
     # In a view made by indexing, each stride covers the extent of all axes with smaller strides.
-    axes = sorted(
-        (abs(stride), length) for stride, length in zip(value.strides, value.shape, strict=True) if length > 1
-    )
-    if axes and axes[0][0] < value.itemsize:
+    axes = sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True) if length > 1)
+    if axes and axes[0][0] < itemsize:
         return True  # neighbours along this axis
-    reach = value.itemsize
+    reach = itemsize
     for stride, length in axes:
         if stride < reach:
             break
@@ -230,4 +234,4 @@ def overlaps(value: Array) -> bool:
     for stride, length in axes:
         starts = np.add.outer(starts, stride * np.arange(length)).reshape(-1)
     starts.sort()
-    return bool((np.diff(starts) < value.itemsize).any())
+    return bool((np.diff(starts) < itemsize).any())
