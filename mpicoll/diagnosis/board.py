@@ -69,6 +69,7 @@ class Exit:
         sent: messages sent to this rank on each group, by tag; under ``EARLIER_TAGS`` the messages of all earlier tags.
         last: its last call on each group, with its place in the program.
         reason: what the rank did, as the end of a sentence.
+        by: the call of sys.exit that ended the program, and its place; "" if there is none, or none is known.
     """
 
     rank: int
@@ -76,13 +77,15 @@ class Exit:
     sent: dict[str, dict[int, int]]
     last: dict[str, str]
     reason: str
+    by: str = ""
 
     def describe(self, group: str | None) -> str:
         """Return what the rank did, and after which calls on ``group``; None: without the calls."""
+        by = f", by {self.by}" if self.by else ""
         if group is None:
-            return self.reason
+            return self.reason + by
         calls = self.calls.get(group, 0)
-        text = f"{self.reason} after {calls} call{'s' if calls != 1 else ''} on this group"
+        text = f"{self.reason} after {calls} call{'s' if calls != 1 else ''} on this group{by}"
         return f"{text}, the last {self.last[group]}" if group in self.last else text
 
 

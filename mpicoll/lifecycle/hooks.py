@@ -85,6 +85,8 @@ def _note_exit(code: Any, site: str, cause: str) -> None:
     ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
     if ending.code and not ending.what:
         ending.what, ending.site = f"sys.exit({code!r}){cause}", site
+    elif site:
+        ending.by = f"sys.exit({'' if code is None else code}) at {os.path.basename(site)}"
 
 
 def install() -> None:
@@ -134,7 +136,7 @@ def _in_child() -> None:
     watchdog.forget()
     waiting.pending.clear()
     waiting.progress_thread = None
-    ending.code, ending.what, ending.site, ending.interrupted = 0, "", "", False
+    ending.code, ending.what, ending.site, ending.by, ending.interrupted = 0, "", "", "", False
     exit_code.forget()
     exit_code.watch(_note_exit)
     if not hasattr(sys, "_mpicoll_interpreter_exit"):  # a child of a child has it

@@ -67,6 +67,7 @@ class _Ending:
     Attributes:
         code: its exit code.
         what, site: the error or call that ends it, and its file:line.
+        by: the call of sys.exit that ends it with code 0, and the place of the call.
         because_of_others: another rank has failed first.
         passed_over: Python ignores the error (raised in a thread, or in an exit handler) and would end with 0.
         unfinished: an operation was posted to MPI that may never complete, so MPI_Finalize could hang.
@@ -76,6 +77,7 @@ class _Ending:
     code: int = 0
     what: str = ""
     site: str = ""
+    by: str = ""
     because_of_others: bool = False
     passed_over: bool = False
     unfinished: bool = False
@@ -246,7 +248,7 @@ def _leave_as_guest(endpoint: JobEndpoint, reason: str) -> bool:
 def _post_exit(endpoint: JobEndpoint, reason: str) -> None:
     for rank in range(endpoint.board.size):
         if rank != endpoint.board.rank:
-            endpoint.board.post("exited", (*endpoint.counters(rank), reason), [rank])
+            endpoint.board.post("exited", (*endpoint.counters(rank), reason, ending.by), [rank])
 
 
 def never_waited(operations: list[Any]) -> str:

@@ -111,7 +111,8 @@ def test_who_waits_for_a_rank_that_has_left(leave: str) -> None:
             assert headline in job.err[rank].splitlines(), job
         else:
             assert lines[0] == f"PeerExitedError all_reduce #2 float64[2] SUM on group WORLD at job.py:{here}:", job
-            assert "rank 1 ended the program after 1 call on this group" in lines[1], job
+            by = ", by sys.exit(0) at job.py:11"
+            assert f"rank 1 ended the program after 1 call on this group{by}" in lines[1], job
         same, others = ("ranks 0, 2-3: wait", "rank 4: waits") if rank < 4 else ("rank 4: waits", "ranks 0, 2-3: wait")
         waited = r"waited [0-9.]+ .*s"
         elsewhere = rf"in all_reduce #2 float64\[2\] SUM at job.py:{there}"
