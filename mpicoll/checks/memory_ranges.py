@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicoll.memory import layouts
 from mpicoll.memory.device.addresses import DeviceAddresses
 from mpicoll.runtime.native import found as extension
 
@@ -34,21 +35,14 @@ Array = npt.NDArray[Any]
 
 
 def span(array: Array) -> tuple[int, int]:
-    """Return the address of the first byte of an array and the address behind the last byte."""
-    if array.flags.c_contiguous or not array.size:
+    """Return what :func:`layouts.span` returns, of a contiguous array in a tenth of the time."""
+    if array.flags.c_contiguous:
         try:
-            start = _address(array)  # takes a tenth of the time
+            start = _address(array)
         except (BufferError, TypeError, ValueError):  # a dtype without a buffer
-            start = int(array.__array_interface__["data"][0])
+            return layouts.span(array)
         return start, start + array.nbytes
-    start = int(array.__array_interface__["data"][0])
-    low = high = 0
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            low += (length - 1) * stride
-        else:
-            high += (length - 1) * stride
-    return start + low, start + high + array.itemsize
+    return layouts.span(array)
 
 
 class Range:

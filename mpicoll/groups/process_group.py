@@ -275,19 +275,17 @@ class ProcessGroup(Membership):
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 
     @staticmethod
-    def plan(plans: OrderedDict[Any, Plan], key: Any) -> Plan | None:
-        """Return a cached plan, or None. Plans of agreed calls are the same on all members, which make these in one order."""
-        plan = plans.get(key)
-        if plan is not None:
-            plans.move_to_end(key)
-        return plan
+    def plan(plans: OrderedDict[Any, Plan], key: Any, make: Callable[[], Plan]) -> Plan:
+        """Return the cached plan, or make and cache it, and free the one used longest ago if there are too many.
 
-    @staticmethod
-    def keep_plan(plans: OrderedDict[Any, Plan], key: Any, plan: Plan) -> None:
-        """Cache a plan, and free the one used longest ago if there are too many."""
-        plans[key] = plan
-        if len(plans) > MOST_PLANS:
-            plans.popitem(last=False)[1].free()
+        Plans of agreed calls are the same on all members, which make these in one order.
+        """
+        if key not in plans:
+            plans[key] = make()
+            if len(plans) > MOST_PLANS:
+                plans.popitem(last=False)[1].free()
+        plans.move_to_end(key)
+        return plans[key]
 
     @staticmethod
     def keep_newest(table: dict[Any, Any], key: Any, value: Any, most: int) -> None:

@@ -154,6 +154,20 @@ _MOST_COMPARED = 4096
 _MOST_WORK: Any = 10_000
 
 
+def span(array: Array) -> tuple[int, int]:
+    """Return the address of the first byte of an array and the address behind the last byte."""
+    start: int = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous or not array.size:
+        return start, start + array.nbytes
+    end = start
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            start += (length - 1) * stride
+        else:
+            end += (length - 1) * stride
+    return start, end + array.itemsize
+
+
 def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """Return the places of two arrays of a list that have memory in common, or None.
 
@@ -165,7 +179,7 @@ def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
             first = seen.setdefault((array.__array_interface__["data"][0], array.shape, array.strides), place)
             if first != place:
                 return first, place
-    spans = sorted((*_span(array), place) for place, array in enumerate(arrays) if array.size)
+    spans = sorted((*span(array), place) for place, array in enumerate(arrays) if array.size)
     compared = 0
     before: list[tuple[int, int]] = []  # end and place of arrays that begin before and may overlap
     for start, end, place in spans:
@@ -182,17 +196,6 @@ def in_common(arrays: Sequence[Array]) -> tuple[int, int] | None:
                 return min(place, other), max(place, other)
         before.append((end, place))
     return None
-
-
-def _span(array: Array) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and the address behind the last byte."""
-    start = end = array.__array_interface__["data"][0]
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride < 0:
-            start += (length - 1) * stride
-        else:
-            end += (length - 1) * stride
-    return start, end + array.itemsize
 
 
 def check_result(array: Array, name: str, readonly: bool) -> None:

@@ -144,7 +144,7 @@ def _check_writable(array: Array, value: Any, name: str) -> None:
         )
 
 
-class _Holder:
+class Holder:
     """Object that gives NumPy the address of memory, and keeps the owner alive while an array of it exists."""
 
     __slots__ = ("__array_interface__", "__array_struct__", "owner")
@@ -306,7 +306,7 @@ def _by_interface(value: Any) -> Array | None:
         interface = getattr(value, attribute, None)
         if interface is not None:
             # The holder has no other protocol, so that NumPy does not call __array__, which may copy.
-            return np.asarray(_Holder(interface, value, attribute))
+            return np.asarray(Holder(interface, value, attribute))
     return None
 
 

@@ -166,10 +166,7 @@ def _move(
         yield from requests
     elif way is Way.PERSISTENT:
         key = (call.op, plan_key(call.key), agreed.detail)
-        plan = group.plan(group.plans, key)
-        if plan is None:
-            plan = engine.plan(move)
-            group.keep_plan(group.plans, key, plan)
+        plan = group.plan(group.plans, key, partial(engine.plan, move))
         yield plan.start(move)
         plan.finish(move)
     elif way is Way.BLOCKING:
@@ -406,10 +403,7 @@ def move_uncompared(
         yield request
     else:
         key = (call.op, plan_key(call.key))
-        plan = group.plan(group.own_plans, key)
-        if plan is None:
-            plan = engine.plan(move, persistent=False)
-            group.keep_plan(group.own_plans, key, plan)
+        plan = group.plan(group.own_plans, key, partial(engine.plan, move, persistent=False))
         yield plan.start(move)
         plan.finish(move)
     _finish(call, after)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,10 +136,7 @@ class ObjectTransfer:
             yield transport.nonblocking(move)
             return
         key = ("objects", move.kind, move.root, first)
-        plan = self.group.plan(self.group.plans, key)
-        if plan is None:
-            plan = transport.plan(move)
-            self.group.keep_plan(self.group.plans, key, plan)
+        plan = self.group.plan(self.group.plans, key, partial(transport.plan, move))
         yield plan.start(move)
         plan.finish(move)
 

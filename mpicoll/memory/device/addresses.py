@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.memory.device.runtime import Array, DeviceArray, over, runtime
+from mpicoll.memory.protocols import Holder
 
 
 class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
@@ -46,7 +47,7 @@ class DeviceAddresses(np.ndarray[Any, np.dtype[Any]]):
             widen, narrow: write converted elements of the first argument into the second.
         """
         interface = {"version": 3, "data": (self.ctypes.data, False), "shape": self.shape, "typestr": dtype.str}
-        wide = np.asarray(_AddressHolder(interface, self.array.held)).view(DeviceAddresses)
+        wide = np.asarray(Holder(interface, self.array.held)).view(DeviceAddresses)
         wide.array, wide.began, wide.passed_directly = self.array, self.began, False
         wide.narrower = self.dtype, widen, narrow
         return wide
@@ -74,16 +75,6 @@ def _unreadable() -> RuntimeError:
     return RuntimeError("the elements of an array on a GPU are not to be had on the host: this is a bug of mpicoll")
 
 
-class _AddressHolder:
-    """Object that gives NumPy an address, and keeps the owner of the memory alive."""
-
-    __slots__ = ("__array_interface__", "owner")
-
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__ = interface
-        self.owner = owner
-
-
 def addresses_of(array: DeviceArray) -> Array:
     """Return the addresses of an array. Host and GPU share no address (CUDA guide, unified virtual addressing)."""
     if 0 in array.shape:
@@ -96,4 +87,4 @@ def addresses_of(array: DeviceArray) -> Array:
         "strides": array.strides,
         "typestr": raw.str,
     }
-    return np.asarray(_AddressHolder(interface, array.held)).view(array.dtype).view(DeviceAddresses)
+    return np.asarray(Holder(interface, array.held)).view(array.dtype).view(DeviceAddresses)

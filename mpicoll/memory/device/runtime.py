@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll.runtime.waiting import Steps
+
 Array = npt.NDArray[Any]
 
 
@@ -224,6 +226,14 @@ class EventComplete:
 
     def __init__(self, gpu: Runtime, event: Any) -> None:
         self.Test = partial(over, gpu, event)
+
+
+def await_event(gpu: Runtime, event: Any) -> Steps:
+    """Wait until an event of a device is complete. Raises the error of the device if it has failed."""
+    complete = EventComplete(gpu, event)
+    if not complete.Test():
+        yield complete
+    gpu.await_(event)
 
 
 _parents: list[Any] = []

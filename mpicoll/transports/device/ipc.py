@@ -50,7 +50,7 @@ from mpi4py import MPI
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.device.array import MovableArray
-from mpicoll.memory.device.runtime import FOLDED_HALVES, SCRATCH, EventComplete, Fold, Runtime
+from mpicoll.memory.device.runtime import FOLDED_HALVES, SCRATCH, EventComplete, Fold, Runtime, await_event
 from mpicoll.runtime.waiting import Pollable, Steps
 from mpicoll.transports.base import Array
 from mpicoll.transports.control import IN_PIECES, NO_DEVICE
@@ -214,13 +214,7 @@ class DeviceWindow:
 
     def _wait_for_copies(self) -> Steps:
         """Wait until the host has seen the work on the library's stream complete."""
-        return self._wait_for(self._gpu.mark(self.device, self._gpu.copy_stream(self.device)))
-
-    def _wait_for(self, event: Any) -> Steps:
-        complete = EventComplete(self._gpu, event)
-        if not complete.Test():
-            yield complete
-        self._gpu.await_(event)  # the event is complete: this raises an error of the device
+        return await_event(self._gpu, self._gpu.mark(self.device, self._gpu.copy_stream(self.device)))
 
     def all_reduce(self, held: MovableArray, fold: Fold) -> Steps:
         """Reduce an array of all members in place, in a usable window.
@@ -234,7 +228,7 @@ class DeviceWindow:
         barrier = self._comm.Ibarrier
         width = self._buffer // itemsize
         parts = [rank * self._part for rank in range(self._size)]
-        yield from self._wait_for(held.began)  # 1
+        yield from await_event(gpu, held.began)  # 1
         gpu.pack(array, stream)
         for start in range(0, count, width):
             many = min(width, count - start)

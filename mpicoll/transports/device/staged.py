@@ -103,7 +103,7 @@ class CopyPipeline:
     def begin(self) -> Steps:
         """Wait until the GPU has reached the call."""
         for event in self._began:
-            yield from self._wait_for(event)
+            yield from device_runtime.await_event(self._gpu, event)
 
     def parts(self, views: list[Array]) -> Parts:
         """Return the places of views of the array in the array."""
@@ -134,15 +134,10 @@ class CopyPipeline:
     def wait(self, piece: Piece) -> Steps:
         """Wait until the host may use the memory of a piece."""
         for event in piece.awaits:
-            yield from self._wait_for(event)
+            yield from device_runtime.await_event(self._gpu, event)
         if self._out and self._narrower is not None:
             own, widen, _ = self._narrower
             widen(piece.copied.view(own), piece.host)
-
-    def _wait_for(self, event: Any) -> Steps:
-        if not device_runtime.over(self._gpu, event):
-            yield device_runtime.EventComplete(self._gpu, event)
-        self._gpu.await_(event)  # raises an error of the device
 
     def copy_back(self, piece: Piece) -> None:
         """Start the copy of a moved piece to the GPU."""
