@@ -29,7 +29,7 @@ DESTROYED = 32
 """The most destroyed groups that a rank lists; nothing is certain about a group that the rank does not list."""
 
 HELD_AFTER = 1.0
-"""Seconds for which each wait has lasted before it is looked into which threads the waits hold; that takes milliseconds."""
+"""Seconds for which each wait has lasted before it is looked into what other threads may do; that takes milliseconds."""
 
 
 def describe_state() -> State:
@@ -88,12 +88,14 @@ def _threads(frames: dict[int, FrameType], waits: Mapping[int, job_state.Waiting
     alive = {*frames, me} - own_idents()
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
     others = alive - users
+    lasts = all(time.time() - wait.began > HELD_AFTER for wait in waits.values())
     if users <= waits.keys():
         idle = {ident for ident, frame in frames.items() if standing.idles(frame)}
+        active = others - idle
         return _Threads(
-            free=False,
+            free=bool(active) and lasts and held.may_begin(frames, active),
             doubtful=bool(others),
-            non_daemon=any(each.ident in others - idle and not each.daemon for each in started),
+            non_daemon=any(each.ident in active and not each.daemon for each in started),
             stands=(),
         )
     # A thread that uses the library is outside of it. It may go on unless all threads stand that do not wait in the library, or
@@ -102,7 +104,7 @@ def _threads(frames: dict[int, FrameType], waits: Mapping[int, job_state.Waiting
     stands: tuple[tuple[str, int], ...] = ()
     if not _runs_callbacks():
         stands = standing.standing(frames, outside)
-        if not stands and all(time.time() - wait.began > HELD_AFTER for wait in waits.values()):
+        if not stands and lasts:
             stands = held.standing_beside({**frames, me: sys._getframe(2)}, outside, users, waits)
     return _Threads(free=not stands, doubtful=bool(others or stands), non_daemon=False, stands=stands)
 

@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from mpicoll.diagnosis.reach import may_call
-from mpicoll.diagnosis.standing import END, JOIN, idles, places, stands
+from mpicoll.diagnosis.standing import END, JOIN, idles, places, standing, stands
 from mpicoll.runtime import signals
 from mpicoll.runtime.signal_table import ALRM, CHLD, PROF, VTALRM
 
@@ -65,6 +65,16 @@ def standing_beside(
     ):
         return ()
     return places(frames, held)
+
+
+def may_begin(frames: dict[int, FrameType], idents: Collection[int]) -> bool:
+    """Return whether threads that have never made a call of the library may make one: not if all of them stand.
+
+    Args:
+        frames, idents: as for :func:`standing_beside`.
+    """
+    found = [frames[ident] for ident in sorted(idents) if ident in frames]
+    return not standing(frames, idents) and (len(found) < len(idents) or _may_call(found, []))
 
 
 def held_by(frames: dict[int, FrameType], waiting: Collection[int]) -> set[int]:

@@ -138,6 +138,49 @@ sys.exit(7)
         assert 2 <= float(out.split()[0]) < 8, job
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        "threading.Thread(target=later, args=(4,), daemon=True).start()",
+        "threading.Timer(12, late).start()",
+        "helper = threading.Thread(target=later, args=(12,)); helper.start()",
+        "loader = Loader(); threading.Thread(target=loader.run, daemon=True).start()",
+    ],
+)
+def test_a_thread_that_makes_its_first_call_late(how: str) -> None:
+    """A rank waits, and a thread of it that has made no call so far makes the call that the others need: no deadlock."""
+    job = run_job(
+        HEAD
+        + f"""
+def late():
+    dist.send(x, 1)
+def later(seconds):
+    time.sleep(seconds)
+    late()
+class Loader:
+    def __init__(self):
+        self.communicate = dist
+    def run(self):
+        time.sleep(4)
+        self.give()
+    def give(self):
+        self.communicate.send(x, 1)
+if r == 0:
+    {how}
+    dist.recv(x, 1, tag=9)
+else:
+    dist.recv(x, 0)
+    dist.send(x, 0, tag=9)
+dist.barrier()
+""",
+        2,
+        limit=40,
+    )
+    assert not job.timed_out, job
+    assert job.returncode == 0, job
+
+
 LATE = (
     HEAD
     + """
