@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,11 @@ import torch.distributed as c10d  # type: ignore[import-not-found,unused-ignore]
 from mpicoll.errors import pass_to_c
 from mpicoll.lifecycle.join import background_progress
 from mpicoll.operations import work as works
+
+_c10d = torch._C._distributed_c10d
+_is_input_of_graphs = getattr(_c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
+"""Whether the program is in ``allow_inflight_collective_as_graph_input_ctx()``."""
+_registered: set[Work] = set()
 
 
 def _each(given: Any) -> Iterator[Any]:
@@ -47,6 +53,22 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         self._outputs = outputs
         self._future: Any = None
         self._dropped = dropped
+        self._is_registered = _is_input_of_graphs()
+        if self._is_registered:
+            self._register()
+
+    def _register(self) -> None:
+        """Let torch's ``wait_tensor`` find the Work by its tensors, also if the program drops the Work."""
+        _registered.add(self)
+        for tensor in self._outputs:
+            _c10d._register_work(tensor, self)
+
+    def _unregister(self) -> None:
+        self._is_registered = False
+        _registered.discard(self)
+        for tensor in self._outputs:  # torch has no other function that removes the Work
+            with contextlib.suppress(Exception):  # of the call, which is raised already
+                torch.ops._c10d_functional.wait_tensor(tensor)
 
     def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Without the object of Python the methods below do not exist for C++, and its own wait() never returns.
@@ -58,7 +80,11 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the call, and return True. Errors as :meth:`mpicoll.Work.wait`."""
-        return self._work.wait(timeout)
+        try:
+            return self._work.wait(timeout)
+        finally:
+            if self._is_registered:
+                self._unregister()
 
     def synchronize(self) -> None:
         """Wait for the call, as :meth:`wait`."""

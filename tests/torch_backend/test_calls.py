@@ -325,6 +325,45 @@ def test_results_of_functional_collectives_are_arguments() -> None:
     assert (into == total).all()
 
 
+@pytest.mark.parametrize("how", ["plain", "eager", "aot_eager"])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_calls_under_way_that_a_graph_waits_for(how: str, keeps: bool) -> None:
+    """A function, compiled or not, waits by a tensor for a call that was started outside of it, also if its Work was dropped."""
+    size = torch._C._distributed_c10d._get_work_registry_size
+
+    def after(x: Any) -> Any:
+        torch.ops._c10d_functional.wait_tensor(x)
+        return x + 0
+
+    call = after if how == "plain" else torch.compile(after, backend=how, fullgraph=True)
+    total, before = sum(of(rank, 1000) for rank in ranks()), size()
+    for _ in range(4):
+        with functional.allow_inflight_collective_as_graph_input_ctx():
+            x, kept = of(dist.get_rank(), 1000), []
+            if dist.get_rank() == 0:
+                time.sleep(0.01)
+            work = dist.all_reduce(x, async_op=True)
+            kept += [work] if keeps else []
+            del work
+            assert size() == before + 1
+            assert torch.equal(call(x), total)
+            assert size() == before
+            for each in kept:
+                each.wait()
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        outputs = [torch.zeros_like(of(rank)) for rank in ranks()]
+        work = dist.all_gather(outputs, of(dist.get_rank()), async_op=True)
+        assert size() == before + len(outputs)
+        work.wait()
+        assert size() == before
+        assert all(torch.equal(each, of(rank)) for rank, each in enumerate(outputs))
+        failing = dist.all_reduce(torch.zeros(3 if dist.get_rank() == 0 else 4), async_op=True)
+        with collective_raises(mpicoll.errors.CollectiveMismatchError, match="made different calls"):
+            failing.wait()
+        assert size() == before
+
+
 def test_the_error_of_a_result_that_is_an_argument() -> None:
     """The error of a functional collective is raised by the call that waits for its result."""
     me = dist.get_rank()
