@@ -6,7 +6,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpicoll.diagnosis.deadlock import Wait
 from mpicoll.diagnosis.membership import Membership
@@ -135,20 +135,44 @@ def note_waits() -> None:
 
 MOST_DESTROYED = 16
 """Most destroyed groups, the last ones, that a rank writes to the node board."""
+MOST_RECEIVERS = 64
+"""Most ranks and tags to which the messages on these groups went: those of further groups are not written."""
 
 
 def note_destroyed(known: JobState, site: str) -> None:
     """Write the groups that this rank has destroyed to the node board, for ranks that wait in a later call of such a group."""
     if known.board.slots is not None and known.endpoint is not None:
         calls = dict([*known.endpoint.calls.items()][-MOST_DESTROYED:])
-        known.board.slots.write("destroyed", pickle.dumps((site[-300:], calls)))
+        sent: dict[str, dict[int, int]] = {}
+        room = MOST_RECEIVERS
+        for name in reversed(calls):
+            there = known.endpoint.sent.get(name, {})
+            room -= len(there)
+            if room >= 0:
+                sent[name] = {}
+                for (rank, _), count in there.items():
+                    sent[name][rank] = sent[name].get(rank, 0) + count
+        known.board.slots.write("destroyed", pickle.dumps((site[-300:], calls, sent)))
 
 
-def destroyed_by(board: Board, rank: int) -> tuple[str, dict[str, int]]:
-    """Return where a rank of this node last destroyed a group, and the numbers of calls on the groups that it has destroyed."""
+class Destroyed(NamedTuple):
+    """The groups that a rank of this node has destroyed.
+
+    Attributes:
+        site: where it last destroyed one.
+        calls: the number of calls on each.
+        sent: the number of messages to each rank, by group; groups of which the numbers are not known are missing.
+    """
+
+    site: str = ""
+    calls: Mapping[str, int] = {}
+    sent: Mapping[str, Mapping[int, int]] = {}
+
+
+def destroyed_by(board: Board, rank: int) -> Destroyed:
+    """Return the groups that a rank of this node has destroyed."""
     written = b"" if board.slots is None else board.slots.read(rank, "destroyed")
-    found: tuple[str, dict[str, int]] = pickle.loads(written) if written else ("", {})
-    return found
+    return Destroyed(*pickle.loads(written)) if written else Destroyed()
 
 
 def place_of(board: Board, rank: int) -> Place:
@@ -199,7 +223,7 @@ def await_death(board: Board, note: Callable[[int], None]) -> str:
             return ""  # after a known failure the launcher ends the other ranks
         reported_dead.add(rank)
         known = current()
-        if known is not None and known.world.group_name not in destroyed_by(board, rank)[1]:
+        if known is not None and known.world.group_name not in destroyed_by(board, rank).calls:
             note(rank)
         place = slots.place(rank)
     except (OSError, ValueError):

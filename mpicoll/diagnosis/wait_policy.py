@@ -10,8 +10,9 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from mpicoll.diagnosis import job_state
@@ -81,6 +82,7 @@ class CallWait:
         self.ends_itself = False  # the program has given this wait a time after which the call stays pending
         self.origin: int | None = None  # the failed rank that ends the wait
         self.next_destroyed = DESTROYED_EVERY
+        self.have_destroyed: Collection[int] = ()
         self._wait: Wait | None = None
 
     @property
@@ -141,16 +143,23 @@ class CallWait:
         return None
 
     def _destroyed(self, board: Board, waited: float) -> list[Exit]:
-        """Return members on this node that have destroyed the group before this collective: they never make it."""
-        if self.peer is not None or waited < self.next_destroyed:
+        """Return members on this node that have destroyed the group before this call: they never make it.
+
+        A message that they have sent or received before may still be on its way at the first look.
+        """
+        if waited < self.next_destroyed or board.slots is None:
             return []
         self.next_destroyed = waited + DESTROYED_EVERY
-        found = []
-        for rank in () if board.slots is None else board.slots.ranks:
-            site, calls = destroyed_by(board, rank) if rank in self.group.ranks and rank != board.rank else ("", {})
-            if self.group.group_name in calls:
-                found.append(Exit(rank, calls, {}, {}, f"destroyed the group at {site}"))
-        return [exit_ for exit_ in found if self._needs(exit_, False)]
+        name, found, before = self.group.group_name, {}, self.have_destroyed
+        for rank in set(board.slots.ranks).intersection(self.group.ranks) - {board.rank}:
+            site, calls, sent = destroyed_by(board, rank)
+            if name in calls and (self.peer is None or name in sent):
+                to_me = {EARLIER_TAGS: sent.get(name, {}).get(board.rank, 0)}
+                found[rank] = Exit(rank, dict(calls), {name: to_me}, {}, f"destroyed the group at {site}")
+        self.have_destroyed = found.keys()
+        if self.peer is not None:
+            found = {rank: exit_ for rank, exit_ in found.items() if rank in before}
+        return [exit_ for exit_ in found.values() if self._needs(exit_, False, found)]
 
     def _verdict_comes(self, board: Board) -> bool:
         """Return whether the group was given up for a certificate that names this rank, too: the certificate will arrive."""
@@ -276,14 +285,15 @@ class CallWait:
             )
         return self._wait
 
-    def _needs(self, exit_: Exit, polled: bool) -> bool:
+    def _needs(self, exit_: Exit, polled: bool, left: Mapping[int, Exit] = MappingProxyType({})) -> bool:
+        """Return whether this call needs a rank that makes no more calls; ``left`` has members that have left the group alone."""
         name = self.group.group_name
         if self.peer is None:
             return exit_.rank in self.group.ranks and exit_.calls.get(name, 0) < self.call.seq
         if self.peer >= 0 and self.call.op in ("send", "isend"):
             return self.peer == exit_.rank  # the peer has left without receiving
         sources = set(self.group.ranks) - {job_state.job().world.rank()} if self.peer < 0 else {self.peer}
-        exited = job_state.job().board.exited
+        exited = {**left, **job_state.job().board.exited}
         if exit_.rank not in sources or not sources <= exited.keys():
             return False
         catch_up(self.group)
