@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.membership import Membership, OpenBlock, count
 from mpicoll.errors import CollectiveMismatchError, GroupBrokenError
 from mpicoll.runtime import signals, waiting
+from mpicoll.runtime.call_site import program_level
 from mpicoll.runtime.mpi_library import retain_for_ever
 from mpicoll.runtime.settings import need_timedelta
 from mpicoll.transports.mpi.envelope import KnownSites
@@ -273,6 +276,25 @@ class ProcessGroup(Membership):
             self.pair.agreement.channel.withdraw(self.order.round)
         self.pair.spoiled = True
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
+
+    def warn_of_threads(self) -> None:
+        """Warn if another thread of this rank waits in a collective of the group, in which this thread begins one."""
+        known = job_state.current() if self.order.issued != self.order.moving else None
+        if known is None:
+            return
+        waits = tuple(known.waits.items())
+        inside = [ident for ident, wait in waits if wait.group is self and wait.peer is None]
+        me = threading.get_ident()
+        if inside and me not in inside:
+            names = {each.ident: each.name for each in threading.enumerate()}
+            both = " and ".join(sorted(names.get(ident, str(ident)) for ident in (inside[0], me)))
+            warnings.warn(
+                f"threads {both} make collective calls of group {self.display} at the same time. Their order may differ from "
+                "rank to rank, and then each thread may get the data of the other. Give each thread a group of its own "
+                "(new_group), or make all calls of a group in one thread",
+                RuntimeWarning,
+                stacklevel=program_level(),
+            )
 
     @staticmethod
     def plan(plans: OrderedDict[Any, Plan], key: Any, make: Callable[[], Plan]) -> Plan:

@@ -277,6 +277,7 @@ PyMODINIT_FUNC PyInit__native(void)
     known.payload_of = PyUnicode_InternFromString("payload_of");
     known.acquire = PyUnicode_InternFromString("acquire");
     known.release = PyUnicode_InternFromString("release");
+    known.warn_of_threads = PyUnicode_InternFromString("warn_of_threads");
     known.of_array = PyUnicode_InternFromString("array");
     known.does_write = PyUnicode_InternFromString("_writes");
     known.writes = Py_BuildValue("(s)", "writes");

@@ -58,6 +58,7 @@ def _make(group: ProcessGroup, call: CallDescription, steps: Callable[[Agreed], 
         raise group.entered_block.refuse(call.describe(), call.site)
     if steps is not None and call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so they do not learn of the error
+    group.warn_of_threads()
     with signals.guard, group.lock:
         group.tell_mismatch(limit)
         try:

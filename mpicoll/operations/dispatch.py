@@ -146,6 +146,8 @@ def run_waited(
         more = () if plain else (limit, name, None if name is None else prepared.words_named(group, name))
         if prepared.shared.run(group, prepared, send, recv, frame, *more):
             return True
+    elif group.order.issued != group.order.moving:
+        group.warn_of_threads()
     if not prepared.fits(send, recv):
         return False
     if prepared.at_once and start_and_complete(group, prepared, send, recv, frame, limit, name):

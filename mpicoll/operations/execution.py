@@ -291,6 +291,7 @@ def run(
         raise group.entered_block.refuse(call.describe(), call.site)
     if call.error is not None and group.level != "full":
         raise call.error  # the other members do not compare, so they do not learn of the error
+    group.warn_of_threads()
     with signals.guard, group.lock:
         group.tell_mismatch(limit)
         try:

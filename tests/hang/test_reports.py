@@ -308,6 +308,89 @@ def test_calls_of_an_installed_package(other: str, error: str, told: str) -> Non
     assert told.replace("OTHER", lines["OTHER"]) in report, job
 
 
+@pytest.mark.parametrize("engine", ["auto", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "other", ["dist.all_reduce(x)", pytest.param("dist.all_gather_object([None, None], 1)", marks=pytest.mark.slow)]
+)
+def test_two_threads_in_calls_of_one_group(other: str, engine: str) -> None:
+    """A rank warns, at the line of the call, that two of its threads make collectives of one group; not if one sends messages."""
+    program = (
+        HEAD
+        + f"""
+import threading
+x, y = np.ones(2), np.ones(2)
+dist.all_reduce(x)
+def other():
+    dist.recv(y, 1) if r == 0 else dist.send(y, 0)  # MESSAGE
+    time.sleep(0.5)
+    {other}  # OTHER
+thread = threading.Thread(target=other, name="loader")
+if r == 0:
+    thread.start()
+else:
+    other()
+if r == 0:
+    dist.barrier()
+    thread.join()
+else:
+    dist.barrier()
+"""
+    )
+    line = next(at for at, line in enumerate(program.splitlines(), 1) if "# OTHER" in line)
+    job = run_job(program, 2, limit=30, env={"MPICOLL_ENGINE": engine})
+    assert not job.timed_out, job
+    warned = [text for text in job.err[0].splitlines() if "RuntimeWarning" in text]
+    assert len(warned) == 1, job
+    assert (
+        f"job.py:{line}: RuntimeWarning: threads MainThread and loader make collective calls of group WORLD"
+        in warned[0]
+    ), job
+    assert "RuntimeWarning" not in job.err[1], job
+
+
+DESTROYED = (
+    HEAD
+    + """
+from datetime import timedelta
+x, large = np.ones(4), np.ones(100_000)
+for start, call in enumerate([
+    lambda g: dist.isend(large, 1, group=g).wait(), lambda g: dist.send(large, 1, group=g), lambda g: dist.recv(x, 1, group=g),
+    lambda g: dist.irecv(x, group=g).wait(), lambda g: dist.all_reduce(x, group=g),
+]):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    if r == 0:
+        for _ in range(3):
+            dist.recv(x, 1, group=group)
+        t = time.monotonic()
+        try:
+            call(group)
+        except dist.PeerExitedError as error:
+            print(f"{time.monotonic() - t:.2f}", error.ranks, " ".join(str(error).split()), flush=True)
+    else:
+        for _ in range(3):
+            dist.send(x, 0, group=group)
+        dist.destroy_process_group(group)
+        time.sleep(1)
+        dist.get_rank()
+    dist.barrier()
+"""
+)
+
+
+def test_calls_on_a_group_that_another_rank_has_destroyed() -> None:
+    """Messages and collectives end at once, and name the line; messages that were sent before arrive."""
+    line = next(at for at, line in enumerate(DESTROYED.splitlines(), 1) if "destroy_process_group" in line)
+    job = run_job(DESTROYED, 2, limit=40)
+    assert not job.timed_out, job
+    told = job.out[0].splitlines()
+    assert len(told) == 5, job
+    for text, call in zip(told, ("isend", "send", "recv", "irecv", "all_reduce"), strict=True):
+        assert f" [1] {call}" in text, job
+        assert "rank 1 destroyed the group at" in text, job
+        assert f"job.py:{line}" in text, job
+        assert float(text.split()[0]) < 10, job
+
+
 THROUGH_A_WRAPPER = (
     HEAD
     + """

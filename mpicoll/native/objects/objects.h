@@ -167,6 +167,7 @@ typedef struct {
     PyObject *start_mpi, *test_mpi;            /* names of the methods of mpi4py */
     PyObject *payload_of;                      /* name of a method of messages in Python */
     PyObject *acquire, *release;               /* and of those of a lock */
+    PyObject *warn_of_threads;                 /* and of one of a group */
     PyObject *of_array, *does_write;           /* names of the fields of a claim */
     PyObject *writes, *nothing;                /* a name in a tuple, and an empty one */
     PyObject *run_cached, *frame;              /* in Python: the function that makes any call, and sys._getframe */
@@ -318,6 +319,9 @@ int call_mpi(PyObject *request, PyObject *name);
    the program has written the array: Python goes on from there; or -1 and an exception. */
 int message_finish(Request *request);
 int is_message(PyObject *held);
+
+/* Take the lock of the group; return -1 and an exception if that fails. If another thread has the lock, the group may warn. */
+int shared_take_lock(SharedOperation *self, PyObject *group);
 
 /* Make `given` from None, the shape of an array, or a list of shapes; return -1 and an exception if it is none of them. */
 int shared_given_init(Given *given, PyObject *shapes);

@@ -234,19 +234,17 @@ PyObject *shared_begin(SharedOperation *self, PyObject *const *args, Py_ssize_t 
         return apart < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *site = PyTuple_Pack(3, self->op, args[CODE], args[INSTRUCTION]), *old = NULL;
     Request *request = site == NULL ? NULL : new_request(self, args);
-    PyObject *done = request == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
-    if (done == NULL) {
+    if (request == NULL || shared_take_lock(self, args[GROUP]) < 0) {
         if (request != NULL)
             request_discard(request);
         Py_XDECREF(site);
         return NULL;
     }
-    Py_DECREF(done);
     const int made = begin(self, args, words, request, site, &old);
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (made < 0)
         PyErr_Fetch(&type, &value, &traceback);
-    done = PyObject_CallNoArgs(self->release);
+    PyObject *done = PyObject_CallNoArgs(self->release);
     if (type != NULL) {
         if (done == NULL)
             PyErr_Clear();

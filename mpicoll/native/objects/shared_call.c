@@ -290,18 +290,16 @@ PyObject *shared_run(SharedOperation *self, PyObject *const *args, Py_ssize_t co
     }
     PyObject *made = NULL, *old = NULL;
     PyObject *site = describe(self->op, args[FRAME]);
-    PyObject *done = site == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
-    if (done == NULL) {
+    if (site == NULL || shared_take_lock(self, args[GROUP]) < 0) {
         Py_XDECREF(site);
         return NULL;
     }
-    Py_DECREF(done);
     Py_INCREF(self); /* the group may drop its prepared calls meanwhile */
     made = make(args, count, self, words, site, &old);
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (made == NULL)
         PyErr_Fetch(&type, &value, &traceback);
-    done = PyObject_CallNoArgs(self->release);
+    PyObject *done = PyObject_CallNoArgs(self->release);
     if (done == NULL) {
         Py_XDECREF(made);
         made = NULL;

@@ -33,6 +33,21 @@ static void shared_dealloc(SharedOperation *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+int shared_take_lock(SharedOperation *self, PyObject *group)
+{
+    PyObject *no[] = {Py_False}, *done = PyObject_Vectorcall(self->acquire, no, 1, NULL);
+    if (done == Py_False) {
+        Py_DECREF(done);
+        done = PyObject_CallMethodNoArgs(group, known.warn_of_threads);
+        if (done == NULL)
+            return -1;
+        Py_DECREF(done);
+        done = PyObject_CallNoArgs(self->acquire);
+    }
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Whether the arrays of a list are reduced, each in its place. The data of a member is all of them, one behind the other. */
 static int is_packed(const SharedOperation *self)
 {
