@@ -88,12 +88,11 @@ def _threads(frames: dict[int, FrameType], waits: Mapping[int, job_state.Waiting
     alive = {*frames, me} - own_idents()
     users = (signals.threads & alive) | {threading.main_thread().ident} | waiting.calling
     others = alive - users
-    lasts = all(time.time() - wait.began > HELD_AFTER for wait in waits.values())
     if users <= waits.keys():
         idle = {ident for ident, frame in frames.items() if standing.idles(frame)}
         active = others - idle
         return _Threads(
-            free=bool(active) and lasts and held.may_begin(frames, active),
+            free=bool(active) and _last(waits) and held.may_begin(frames, active),
             doubtful=bool(others),
             non_daemon=any(each.ident in active and not each.daemon for each in started),
             stands=(),
@@ -104,9 +103,13 @@ def _threads(frames: dict[int, FrameType], waits: Mapping[int, job_state.Waiting
     stands: tuple[tuple[str, int], ...] = ()
     if not _runs_callbacks():
         stands = standing.standing(frames, outside)
-        if not stands and lasts:
+        if not stands and _last(waits):
             stands = held.standing_beside({**frames, me: sys._getframe(2)}, outside, users, waits)
     return _Threads(free=not stands, doubtful=bool(others or stands), non_daemon=False, stands=stands)
+
+
+def _last(waits: Mapping[int, job_state.Waiting]) -> bool:
+    return all(time.time() - wait.began > HELD_AFTER for wait in waits.values())
 
 
 def _runs_callbacks() -> bool:

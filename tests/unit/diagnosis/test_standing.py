@@ -319,8 +319,9 @@ def test_names_do_not_tell_whose_a_thread_is() -> None:
     program, own = threading.Thread(target=event.wait, name="mpicoll loader"), OwnThread(target=event.wait, name="any")
     own.start()
     assert own.ident in own_idents()
+    wait = Mock(began=time.time())
     waits = dict.fromkeys(
-        {threading.main_thread().ident or 0, *sys._current_frames()} - {ident or 0 for ident in own_idents()}, None
+        {threading.main_thread().ident or 0, *sys._current_frames()} - {ident or 0 for ident in own_idents()}, wait
     )
     assert not _look_at_threads(waits).doubtful
     program.start()
