@@ -30,6 +30,10 @@ MOST_ASKED = 256
 ANSWER_WITHIN = 0.3
 
 
+_SILENT = "its process"
+"""How the cause begins of a rank that could not report it."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank that ended with an uncaught exception or a nonzero exit code, or that is dead.
@@ -50,9 +54,14 @@ class Failure:
     finalizes: bool = False
     calls: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank could not report the cause: the site is where it was last seen."""
+        return bool(self.op) or self.what.startswith(_SILENT)
+
     def __str__(self) -> str:
         after = f", after its last known call {self.op} at {self.last}" if self.op else ""
-        seen = "last seen at" if self.op else "at"
+        seen = "last seen at" if self.is_silent else "at"
         return f"rank {self.rank} failed: {self.what}" + (f" ({seen} {self.site}{after})" if self.site else "")
 
 
@@ -198,9 +207,9 @@ class Board:
 
     def _bury(self, rank: int, place: Place, *, ended: bool = False) -> None:
         self.dead.add(rank)
-        what = "its process ended without a report: killed by a signal, or os._exit or os.exec"
+        what = f"{_SILENT} ended without a report: killed by a signal, or os._exit or os.exec"
         if ended:
-            what = "its process was ended by SIGTERM"
+            what = f"{_SILENT} was ended by SIGTERM"
         self.failed.setdefault(rank, Failure(rank, what, place.site, 1, place.op, place.last))
 
     def origin(self, rank: int) -> int:

@@ -191,6 +191,12 @@ def report(states: Mapping[int, State], members: set[int], now: float = 0.0) -> 
     for rank, wait, found in waits:
         waited = (now - wait.since, now - wait.since) if now and wait.since else None
         sent: dict[str, list[int]] = {}
+        if wait.peer is not None and wait.peer >= 0:
+            others = [source for source, messages in left.get(rank, {}).items() if (wait.group, wait.tag) in messages]
+            others = [] if wait.sending or wait.peer in found else [each for each in others if each != wait.peer]
+            if others:
+                differs.setdefault("source", []).append(rank)
+                sent[f"tag {wait.tag}"] = others
         for source, by_group in found.items():
             texts = []
             for name, tags in by_group.items():
@@ -251,7 +257,8 @@ def _needs(
         texts += [f"{_have(ranks)} sent {text}" for text, ranks in sent.items()]
         return "a message from any rank" + (f" ({'; '.join(texts)})" if texts else ""), gone
     ended = ", which has ended" if states[wait.peer].gone else ""
-    ended += "".join(f" (it has sent {text})" for text in sent)
+    for text, ranks in sent.items():
+        ended += f" ({'it has' if [*ranks] == [wait.peer] else _have(ranks)} sent {text})"
     return f"rank {wait.peer} to {'receive' if wait.sending else 'send'}{ended}", [wait.peer]
 
 

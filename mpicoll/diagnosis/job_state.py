@@ -89,6 +89,9 @@ class Waiting(Protocol):
 
 _job: JobState | None = None
 
+destroyed_at = ""
+"""Where the program destroyed its last default group; "" before."""
+
 doomed = ""
 """The error that has ended this rank's program or one of its threads. Other threads and exit handlers may still wait."""
 
@@ -102,7 +105,7 @@ def set_job(new: JobState | None) -> None:
 def job() -> JobState:
     """Return the state of the job; raise torch's ValueError if there is no default group."""
     if _job is None:
-        raise ValueError(NOT_INITIALIZED)
+        raise ValueError(NOT_INITIALIZED + (f" The last one was destroyed at {destroyed_at}." if destroyed_at else ""))
     return _job
 
 

@@ -43,6 +43,7 @@ class Membership:
         persistent: persistent sends and receives, which count their messages themselves.
         broken: why the group cannot be used any more, or None.
         destroyed: whether ``destroy_process_group`` was called on it.
+        destroyed_at: file:line of that call.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Membership:
         self.persistent: list[Any] = []
         self.broken: str | None = None
         self.destroyed = False
+        self.destroyed_at = ""
         self._makers: dict[int, str] = {}
         self._rank = rank
         self._size = len(ranks)

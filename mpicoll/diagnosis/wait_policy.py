@@ -438,7 +438,7 @@ def _needs(call: CallDescription, me: int, level: str) -> tuple[int, ...] | None
 def failed_entry(failure: Failure) -> RankState:
     """Return the entry of a failed rank for a report."""
     ranks = ((failure.rank, failure.rank),)
-    if not failure.op:
+    if not failure.is_silent:
         what, misfit, _ = failure.what.partition(NOT_LOST)
         if misfit:  # room for both sides of the message
             places = short_paths(_PLACE.findall(what))

@@ -84,9 +84,8 @@ def resolve(group: Any) -> ProcessGroup | None:
         return known.world
     if has_type(group, ProcessGroup):
         if known.groups.get(group.group_name) is not group:
-            raise ValueError(
-                f"Invalid process group specified: group {group.display} was destroyed or is no group of this process"
-            )
+            where = f"was destroyed at {group.destroyed_at}" if group.destroyed else "is no group of this process"
+            raise ValueError(f"Invalid process group specified: group {group.display} {where}")
         return group
     if has_type(group, int) and group == NON_MEMBER:
         return None
@@ -145,7 +144,7 @@ def peer_rank(
     try:
         return group.ranks.index(global_rank)
     except ValueError:
-        raise ValueError(
-            f"Global rank {global_rank} is not part of group {group.display}: {name} is a rank of the world, and "
-            f"group_{name} a rank of the group"
-        ) from None
+        why = f"{name} is a rank of the world, and group_{name} a rank of the group"
+        if global_rank < 0:  # constants of MPI, as MPI.PROC_NULL and MPI.ANY_SOURCE
+            why = f"leave {name} out of a receive from any rank, and make no call if there is no other rank"
+        raise ValueError(f"Global rank {global_rank} is not part of group {group.display}: {why}") from None

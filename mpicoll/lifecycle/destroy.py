@@ -7,10 +7,11 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.job_state import Counters, note_destroyed
 from mpicoll.errors import DistError, GroupBrokenError
 from mpicoll.groups import registry
-from mpicoll.groups.process_group import ProcessGroup, untold
+from mpicoll.groups.process_group import ProcessGroup, name_started, untold
 from mpicoll.memory.device import pool as device_pool
 from mpicoll.runtime import waiting
 from mpicoll.runtime.call_site import call_site
@@ -58,12 +59,14 @@ def destroy_process_group(group: Any = None) -> None:
     with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
         for each in doomed:
             _destroy(each, endpoint)
+            each.destroyed_at = str(site)
             if is_own:
                 note_destroyed(known, str(site))
             known.groups.pop(each.group_name, None)
             known.node = None if known.node is each else known.node
             known.leaders = None if known.leaders is each else known.leaders
     if is_world:
+        job_state.destroyed_at = str(site)
         _destroy_world(known)
 
 
@@ -77,7 +80,7 @@ def _refuse_unwaited(doomed: list[ProcessGroup]) -> None:
     if calls:
         raise DistError(
             "destroy_process_group: operations were issued and never waited for: "
-            + "; ".join(f"{call.call.op} issued at {call.call.site}" for call in calls)
+            + name_started(calls)
             + ". Call wait() on each of them first"
         )
 

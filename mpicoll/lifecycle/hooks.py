@@ -30,6 +30,7 @@ from mpicoll.errors import (
     reason_of,
 )
 from mpicoll.groups import registry
+from mpicoll.groups.process_group import name_started
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle import exit_code
 from mpicoll.lifecycle.endpoint import endpoint_of, endpoints
@@ -183,6 +184,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     else:
         with prefixed(value):
             _found_hook(kind, value, trace)
+    if not isinstance(value, DistError):
+        _say_pending()
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
             append_record("early", value.ranks[0], 0)
@@ -197,6 +200,15 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
                     _found_hook(kind, value, trace)
                 board.post("printed", None, range(board.size))
                 board.flush(0.5)
+
+
+def _say_pending() -> None:
+    """Print the operations that the program has not waited for: its own error may come from data that they had not moved yet."""
+    known = registry.current()
+    groups = tuple(known.groups.values()) if known is not None else ()
+    pending = [call for group in groups for call in group.untold() if call.error is None]
+    if pending:
+        say(f"{prefix()}mpicoll: at this error the program had not waited for: {name_started(pending)}\n")
 
 
 def _hides_another(error: BaseException, me: int | None) -> bool:

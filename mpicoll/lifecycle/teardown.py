@@ -27,7 +27,7 @@ from mpicoll.diagnosis import job_state
 from mpicoll.diagnosis.report.report import painted
 from mpicoll.errors import DistError, GroupBrokenError, PeerFailedError, in_one_line, reason_of, unseen
 from mpicoll.groups import registry
-from mpicoll.groups.process_group import untold
+from mpicoll.groups.process_group import name_started, untold
 from mpicoll.launch.job_folder import append_record
 from mpicoll.lifecycle.endpoint import JobEndpoint, endpoints
 from mpicoll.lifecycle.hard_deadline import afterwards
@@ -255,9 +255,7 @@ def never_waited(operations: list[Any]) -> str:
     """Return a sentence about operations that were never waited for, or ""."""
     if not operations:
         return ""
-    return "the program ended with operations that were never waited for: " + "; ".join(
-        f"{op.call.op} issued at {op.call.site}" for op in operations
-    )
+    return f"the program ended with operations that were never waited for: {name_started(operations)}"
 
 
 def _first_error(operations: list[Any], me: int) -> str:

@@ -573,6 +573,26 @@ print("through")
     assert not any("Traceback" in err for err in job.err), job
 
 
+@pytest.mark.parametrize("end", ["raise ValueError('no halo')", "dist.destroy_process_group()"])
+def test_what_was_not_waited_for_at_an_error(end: str) -> None:
+    """Beside an error of the program its pending operations are named, those of one line once; as at its end."""
+    start = (
+        "works = [dist.irecv(np.zeros(1), 1 - r, tag=tag) for tag in range(300)]\nwork = dist.barrier(async_op=True)\n"
+    )
+    job = run_job(HEAD + start + f"if r == 0:\n    {end}\ndist.barrier()\n", 2, limit=20)
+    assert not job.timed_out, job
+    assert job.returncode == 1, job
+    words = (
+        "at this error the program had not waited for"
+        if "raise" in end
+        else "operations were issued and never waited for"
+    )
+    text = " ".join(job.err[0].split())
+    named = r"irecv issued at \S*job\.py:7 \(300 times\); barrier issued at \S*job\.py:8"
+    assert re.search(f"{words}: {named}", text), job
+    assert len(job.err[0]) < 4000, job
+
+
 def test_never_waited_for_at_the_end() -> None:
     """An operation that nobody ever waits for makes the job fail, and its line is named."""
     job = run_job(HEAD + "work = dist.all_reduce(np.ones(1), async_op=True)\ndist.barrier()\n", 2, limit=20)

@@ -11,7 +11,7 @@ from mpicoll.diagnosis.report.entries import Plural, RankState, Runs, count, joi
 from mpicoll.errors import CAUSED_BY, Message
 
 _WIDTH = 40
-_SENDS = ("send", "isend")
+_SENDS = ("send", "isend", "send_object_list")
 
 FREE_MEMORY = Message(
     "free memory on {ranks}, or make the call with less data; nothing is wrong with the calls of the other ranks",
@@ -105,6 +105,10 @@ OTHER_GROUP = Message(
     "and its receive; else ",
     "Precedes one of the others, if a rank waits for a message, and one with the same tag has arrived on another group.",
 )
+OTHER_SOURCE = Message(
+    "; or a receive names another rank than the sender: a message with its tag has arrived on {ranks} from another rank",
+    "Follows one of the others, if a rank waits for a message of one rank, and one with the same tag has arrived from another.",
+)
 MAKE_IT_THERE = Message(
     "{ranks} ended without a call that other ranks wait for: make this call on {ranks}, or remove the waiting calls",
     "A deadlock: the call that ranks wait in needs a rank that has ended.",
@@ -138,6 +142,15 @@ ALL_RECEIVE = Message(
     "all ranks receive first: send first on some ranks (even ranks, for example), start irecv before send, or use "
     "batch_isend_irecv",
     "A deadlock of receives.",
+)
+NONE_SENDS = Message(
+    "all ranks wait for messages that no rank has sent: look for a send that is missing, comes later, or has another rank or tag",
+    "A deadlock of receives that were started with irecv or batch_isend_irecv.",
+)
+OBJECTS_IN_TURN = Message(
+    "a send of large objects ends when they are received: send first on some ranks (even ranks, for example), and receive first "
+    "on the other ranks",
+    "A deadlock of sends or receives of objects.",
 )
 NAME_EACH_OTHER = Message(
     "a send and its receive must name each other's rank and the same tag: compare the rows",
@@ -190,8 +203,8 @@ CAUSE_IS_THERE = Message(
     "Ranks failed with an error of their own, or were killed.",
 )
 
-_OF_ARRAYS = frozenset({"dtype", "elements", "blocks", "layout", "objects"})
-"""Parts of a call that follow from its arrays: they differ if a rank is at another turn of a loop."""
+_OF_TURNS = frozenset({"dtype", "elements", "blocks", "layout", "objects", "root"})
+"""Parts of a call that differ if a rank is at another turn of a loop."""
 
 BETWEEN_RANKS = (
     "CollectiveMismatchError",
@@ -247,7 +260,7 @@ def after_mismatch(
         return _handled((expected, *rows)) + DIFFERENT_FUNCTIONS.text
     elsewhere = len({(row.site, row.called_from) for row in (expected, *rows)}) > 1
     first = SKIPPED(ranks=ranks) if elsewhere else ""
-    turns = not elsewhere and expected.seq > 1 and names <= _OF_ARRAYS and names != {"dtype"}
+    turns = not elsewhere and (expected.seq > 1 or names == {"root"}) and names <= _OF_TURNS and names != {"dtype"}
     last = IN_A_LOOP(ranks=ranks if odd else "a rank") if turns else ""
     if len(names) > 1:
         return first + MAKE_ALIKE(parts=", ".join(sorted(name or "options" for name in names))) + last
@@ -263,11 +276,12 @@ def after_arrival(differs: Mapping[str, Runs], otherwise: str) -> str:
 
     Args:
         differs: the receivers, under "tag" if the tag of a message is not that of a receive, under "group" if a message was
-            sent on another group.
+            sent on another group, under "source" if it comes from another rank.
     """
     ranks = differs.get("tag", ())
     tag = OTHER_TAG(ranks=name_runs(ranks, _WIDTH), n=Plural(count(ranks))) if ranks else ""
-    return (OTHER_GROUP.text if "group" in differs else "") + tag + otherwise
+    source = OTHER_SOURCE(ranks=name_runs(differs["source"], _WIDTH)) if "source" in differs else ""
+    return (OTHER_GROUP.text if "group" in differs else "") + tag + otherwise + source
 
 
 def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:
@@ -290,7 +304,13 @@ def after_deadlock(waits: Sequence[RankState], gone: Runs) -> str:
     sends = [entry.op in _SENDS for entry in entries]
     if anyone and not any(sends):
         return ONE_SENDS_FIRST.text
-    return (RECEIVE_FIRST if all(sends) else NAME_EACH_OTHER if any(sends) else ALL_RECEIVE).text
+    if any(sends) and not all(sends):
+        return NAME_EACH_OTHER.text
+    if any("object" in entry.op for entry in entries):
+        return OBJECTS_IN_TURN.text
+    if any(sends):
+        return RECEIVE_FIRST.text
+    return (NONE_SENDS if all(entry.op == "irecv" for entry in entries) else ALL_RECEIVE).text
 
 
 def after_time_limit(rows: Iterable[RankState], late: Runs, unasked: int = 0, behind: bool | None = None) -> str:

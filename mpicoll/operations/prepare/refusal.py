@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from mpicoll.diagnosis.call import CallDescription
 from mpicoll.diagnosis.job_state import JobState
-from mpicoll.errors import DistError, wrong_argument
+from mpicoll.errors import ARGUMENT, DistError, wrong_argument
 from mpicoll.groups import registry
 from mpicoll.groups.process_group import ProcessGroup
 from mpicoll.groups.registry import NON_MEMBER, member_or_warn
@@ -52,6 +52,8 @@ def refuse_group(given: Any, op: str, error: Exception, alias: str = "") -> NoRe
     Ranks that make the call on another group get the error of a call that this rank does not make.
     """
     known = registry.current()
+    if handler_calls.raised(error) is None:
+        setattr(error, ARGUMENT, True)
     if known is None or is_group(given) or known.world.gone():
         raise error
     with known.world.lock:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mpicoll.diagnosis.deadlock import State, Wait, blocked_set, report
+from mpicoll.diagnosis.report.advice import after_deadlock
 from mpicoll.diagnosis.report.entries import RankState
 
 
@@ -163,6 +164,37 @@ def test_a_tag_that_some_ranks_do_not_wait_for() -> None:
         "its send and its receive; else every rank waits for a message and no rank sends: let one rank send first"
     )
     assert told.next_step in " ".join(told.text(width=80).split())
+
+
+def test_a_message_from_another_rank_than_the_receive_names() -> None:
+    """The row says which rank has sent a message with the tag; a message that the receive's own source has sent counts more."""
+    sent = {"sent": {("w", 1, 0): 1}}
+    states = _states(State(0, waits=(_recv(1),), **sent), State(1, waits=(_recv(2),)), State(2, waits=(_recv(0),)))  # type: ignore[arg-type]
+    told = report(states, {0, 1, 2})
+    assert "rank 1: recv from rank 2 at job.py:1, needs rank 2 to send (rank 0 has sent tag 0)" in told.text()
+    assert told.next_step.endswith("a message with its tag has arrived on rank 1 from another rank")
+    states[2] = replace(states[2], sent={("w", 1, 5): 1})
+    told = report(states, {0, 1, 2})
+    assert "needs rank 2 to send (it has sent tag 5)" in told.text()
+    assert "from another rank" not in told.next_step
+
+
+@pytest.mark.parametrize(
+    ("ops", "advice"),
+    [
+        (("recv", "recv"), "all ranks receive first"),
+        (("irecv", "irecv"), "all ranks wait for messages that no rank has sent"),
+        (("recv", "irecv"), "all ranks receive first"),
+        (("send", "isend"), "a large send ends when its message is received"),
+        (("send_object_list", "send_object_list"), "a send of large objects ends when they are received"),
+        (("recv_object_list", "recv_object_list"), "a send of large objects ends when they are received"),
+        (("send_object_list", "recv"), "a send and its receive must name each other's rank"),
+    ],
+)
+def test_advice_on_messages(ops: tuple[str, str], advice: str) -> None:
+    """What to do depends on the calls that wait: sends, receives that were started before, objects."""
+    rows = [RankState(((r, r),), op, (), 0, "job.py:1", "w", state="waits", peer=1 - r) for r, op in enumerate(ops)]
+    assert after_deadlock(rows, ()).startswith(advice)
 
 
 def test_a_receive_from_any_rank_that_has_ended() -> None:
