@@ -19,6 +19,7 @@ from striking import strike
 import mpicoll as dist
 from mpicoll.memory.device import array as device_array
 from mpicoll.memory.device import pool as device_pool
+from mpicoll.memory.device import runtime as device_runtime
 from mpicoll.memory.dtypes import named_element
 from mpicoll.transports.base import Movement
 from mpicoll.transports.device import staged
@@ -429,7 +430,7 @@ def test_a_gpu_that_ends_in_the_middle(
         staged.CopyPipeline.begin,
         staged.CopyPipeline.put,
         staged.CopyPipeline.wait,
-        staged.CopyPipeline._wait_for,
+        device_runtime.await_event,
         staged.CopyPipeline.copy_back,
         staged.move_pieces,
     ],
