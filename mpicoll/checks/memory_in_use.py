@@ -233,7 +233,7 @@ class RequestClaim(Claim):
 
     @property
     def op(self) -> str:  # type: ignore[override]
-        return "" if self.request is None else str(self.request.call.op)
+        return "" if self.request is None else str(self.request.call.name)
 
     @property
     def site(self) -> CallSite:  # type: ignore[override]

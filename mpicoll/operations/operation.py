@@ -190,7 +190,7 @@ def receive_steps(group: ProcessGroup, call: CallDescription, memory: Memory, re
         raise misfit(group, call, receive, receive.refused, describe(memory.name, memory.flat.size), memory)
     group.count_received(source, receive.tag)
     if receive.dirty:
-        raise written(call.op, call.site, group.display)
+        raise written(call.name, call.site, group.display)
     return source
 
 

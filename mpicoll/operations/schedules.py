@@ -131,13 +131,13 @@ def finish(request: Any) -> None:
 def note_writes(request: Any) -> None:
     """Note whether the program has written arrays that are about to move in place. The request raises that in the end."""
     if request.wrong is None and request.before and _is_changed(request):
-        request.wrong = written(request.call.op, request.call.site, request.group.display)
+        request.wrong = written(request.call.name, request.call.site, request.group.display)
 
 
 def check(request: Any) -> None:
     """Raise BufferInUseError if the program has written its arrays since the start."""
     if _is_changed(request):
-        raise written(request.call.op, request.call.site, request.group.display)
+        raise written(request.call.name, request.call.site, request.group.display)
 
 
 def _is_changed(request: Any) -> bool:
@@ -313,7 +313,7 @@ class _AtOnce(_Eager):
         if found == 2:
             return False
         if found == 3:
-            raise written(request.call.op, request.call.site, request.group.display)
+            raise written(request.call.name, request.call.site, request.group.display)
         if found == 4:
             raise _changed(request)
         made.poke()

@@ -179,7 +179,7 @@ def run_prepared(
         elif work := dispatch.begin(found, again, send, recv, site.code, site.instruction, limit, name, outputs):
             return work
     try:
-        claim = _claim(found, op, site, ready, async_op)
+        claim = _claim(found, alias or op, site, ready, async_op)
     except Exception as error:
         refuse(found, op, site, error, alias)
     key = ready.key if name is None else (*ready.key, ("name", name))
