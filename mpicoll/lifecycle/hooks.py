@@ -184,6 +184,9 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
     else:
         with prefixed(value):
             _found_hook(kind, value, trace)
+        if ending.because_of_others and board is not None and not MPI.Is_finalized():
+            board.post("printed", None, range(board.size))  # for ranks that wait for this report
+            board.flush(0.5)
     if not isinstance(value, DistError):
         _say_pending()
     if not ending.because_of_others:
@@ -295,7 +298,13 @@ def _is_printed(error: BaseException, reporter: int, board: Board) -> bool:
 
     The reporter may handle its error, so that the job ends without its report.
     """
-    poll_until(lambda: reporter in board.failed.keys() | board.ended | board.exited.keys(), board, PRINTED_WITHIN)
+    poll_until(
+        lambda: reporter in board.failed.keys() | board.ended | board.exited.keys() | board.printed,
+        board,
+        PRINTED_WITHIN,
+    )
+    if reporter in board.printed:
+        return True
     end = board.failed.get(reporter)
     if end is not None and (isinstance(error, PeerFailedError) or end.what.partition(":")[0] in errors.__all__):
         return True
