@@ -198,8 +198,13 @@ class DistBackendError(DistError):
 
 
 class DistNetworkError(DistError):
-    """A connection outside MPI failed."""
+    """A connection outside MPI failed.
 
+    Attributes:
+        is_lost: the connection had been made, and has ended.
+    """
+
+    is_lost = False
     what_to_do = "check that the host and the port in the message can be reached, and that the server is still running"
 
 

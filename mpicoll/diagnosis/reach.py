@@ -64,6 +64,14 @@ _TEXTS = {str, tuple, dict}
 _SIGNALS = os.kill, os.killpg, signal.pthread_kill, signal.raise_signal, _thread.interrupt_main
 """Functions by which a program signals itself."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_VARIABLES = {number for name, number in dis.opmap.items() if name.endswith(("_NAME", "_GLOBAL"))} - {_IMPORT}
+"""Instructions that read or write a variable of a module or of a class under way, by its name."""
+_SHIFTS = {
+    dis.opmap[name]: shift
+    for name, shift, since in (("LOAD_GLOBAL", 1, (3, 11)), ("LOAD_ATTR", 1, (3, 12)), ("LOAD_SUPER_ATTR", 2, (3, 12)))
+    if name in dis.opmap and sys.version_info >= since
+}
+"""By how many bits the number of a name stands higher in the argument of an instruction."""
 _OPTIMIZED = 1
 """The flag of code whose variables are no dictionary: of functions."""
 _HEAP = 1 << 9
@@ -155,8 +163,8 @@ class _Search:
         self._todo += vars(function).values()
 
     def _code(self, code: CodeType, variables: dict[str, Any]) -> None:
-        names, imported = _mentioned(code)
-        self.names |= names
+        names, attributes, imported = _mentioned(code)
+        self.names |= attributes
         if _is_standard(code.co_filename):
             return
         if _is_installed(code.co_filename) and _top(variables.get("__name__")) not in _users(len(sys.modules)):
@@ -321,16 +329,20 @@ def _names(values: Iterable[Any]) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _mentioned(code: CodeType) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
-    """Return the names that code mentions, also as strings, and what it imports: names and levels."""
+def _mentioned(code: CodeType) -> tuple[frozenset[str], frozenset[str], tuple[tuple[str, int], ...]]:
+    """Return the names that code mentions, also as strings; those that may be attributes; what it imports: names and levels."""
     names = {*_names(code.co_names), *_names(code.co_consts)}
+    attributes = names - _only_variables(code)
     imported: list[tuple[str, int]] = []
     for each in code.co_consts:
         if type(each) is tuple:
-            names.update(_names(each))
+            found = _names(each)
+            names.update(found)
+            attributes.update(found)
         elif type(each) is CodeType:
-            inner, more = _mentioned(each)
+            inner, some, more = _mentioned(each)
             names |= inner
+            attributes |= some
             imported += more
     if _IMPORT in code.co_code[::2]:
         constants: list[Any] = []
@@ -340,4 +352,18 @@ def _mentioned(code: CodeType) -> tuple[frozenset[str], tuple[tuple[str, int], .
                 imported.append((instruction.argval, level if type(level) is int else 0))
             elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
                 constants.append(instruction.argval)
-    return frozenset(names), tuple(imported)
+    return frozenset(names), frozenset(attributes), tuple(imported)
+
+
+def _only_variables(code: CodeType) -> set[str]:
+    """Return names that code uses for variables, and for nothing else."""
+    used: tuple[set[int], set[int]] = set(), set()
+    argument = 0
+    for operation, byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = argument << 8 | byte
+        if operation == dis.EXTENDED_ARG:
+            continue
+        if operation in dis.hasname:
+            used[operation in _VARIABLES].add(argument >> _SHIFTS.get(operation, 0))
+        argument = 0
+    return {code.co_names[at] for at in used[True] - used[False] if at < len(code.co_names)} - {*_names(code.co_consts)}

@@ -281,12 +281,19 @@ class ProcessGroup(Membership):
         self.sends, self.receives, self.prepared = MessageCache(), MessageCache(), {}
 
     def warn_of_threads(self) -> None:
-        """Warn if another thread of this rank waits in a collective of the group, in which this thread begins one."""
+        """Warn if another thread of this rank is in a blocking collective of the group, in which this thread begins one.
+
+        A thread that waits for a Work of an earlier call does not count.
+        """
         known = job_state.current() if self.order.issued != self.order.moving else None
         if known is None:
             return
         waits = tuple(known.waits.items())
-        inside = [ident for ident, wait in waits if wait.group is self and wait.peer is None]
+        inside = [
+            ident
+            for ident, wait in waits
+            if wait.group is self and wait.peer is None and not getattr(wait.call, "async_op", False)
+        ]
         me = threading.get_ident()
         if inside and me not in inside:
             names = {each.ident: each.name for each in threading.enumerate()}

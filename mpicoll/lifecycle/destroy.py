@@ -58,8 +58,8 @@ def destroy_process_group(group: Any = None) -> None:
     endpoint = known.endpoint
     with nullcontext() if waiting.progress_thread is None else waiting.progress_thread.resting():
         for each in doomed:
-            _destroy(each, endpoint)
             each.destroyed_at = str(site)
+            _destroy(each, endpoint)
             if is_own:
                 note_destroyed(known, str(site))
             known.groups.pop(each.group_name, None)

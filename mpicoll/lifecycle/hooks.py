@@ -54,9 +54,6 @@ PRINTED_WITHIN = 2.0
 MOST_CHAINED = 20
 """Exceptions of a chain (``__cause__``, ``__context__``) that are looked at."""
 
-_OF_OTHERS = (PeerFailedError, GroupBrokenError, DistNetworkError)
-"""Errors of this rank that another rank's failure causes, if one has failed."""
-
 _owner = os.getpid()
 _installed = False
 _registered = False
@@ -86,7 +83,7 @@ def _note_exit(code: Any, site: str, cause: str) -> None:
     ending.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
     if ending.code and not ending.what:
         ending.what, ending.site = f"sys.exit({code!r}){cause}", site
-    elif site:
+    elif site and not ending.code:
         ending.by = f"sys.exit({'' if code is None else code}) at {os.path.basename(site)}"
 
 
@@ -187,8 +184,11 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
         if ending.because_of_others and board is not None and not MPI.Is_finalized():
             board.post("printed", None, range(board.size))  # for ranks that wait for this report
             board.flush(0.5)
-    if not isinstance(value, DistError):
-        _say_pending()
+    if not isinstance(value, (DistError, KeyboardInterrupt)):
+        with contextlib.suppress(
+            Exception
+        ):  # after an error such as MemoryError; the other ranks must hear of this error
+            _say_pending()
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
             append_record("early", value.ranks[0], 0)
@@ -250,9 +250,9 @@ def _note_end(error: BaseException) -> Board | None:
     board = known.board if known is not None else endpoints[-1].board if endpoints else None
     if board is not None and not MPI.Is_finalized():
         board.poll()
-        if isinstance(error, (PeerFailedError, DistNetworkError)):
+        if isinstance(error, PeerFailedError) or _is_lost(error):
             _await_origin(error, board)
-    ending.because_of_others = bool(board is not None and board.failed) and isinstance(error, _OF_OTHERS)
+    ending.because_of_others = bool(board is not None and board.failed) and _may_come_of_others(error)
     return board
 
 
@@ -267,12 +267,22 @@ def _announce_as_guest(error: BaseException, trace: TracebackType | None) -> Non
     known.board.flush(0.5)
 
 
-def _await_origin(error: PeerFailedError | DistNetworkError, board: Board) -> None:
+def _may_come_of_others(error: BaseException) -> bool:
+    """Return whether another rank's failure causes the error of this rank, if one has failed."""
+    return isinstance(error, (PeerFailedError, GroupBrokenError)) or _is_lost(error)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Return whether a connection to the server of a store, which another rank may have, has ended."""
+    return isinstance(error, DistNetworkError) and error.is_lost
+
+
+def _await_origin(error: BaseException, board: Board) -> None:
     """Wait at most ORIGIN_ENDS_WITHIN for the failure message of a rank that the error names; the rank may also go on.
 
     A lost connection to the server of a store names no rank: the rank that has the server may be any.
     """
-    if isinstance(error, DistNetworkError):
+    if not isinstance(error, PeerFailedError):
         poll_until(lambda: board.notice_dead() or bool(board.failed), board, ORIGIN_ENDS_WITHIN, 0.002)
     elif error.ranks:
         poll_until(lambda: bool(board.failed.keys() & set(error.ranks)), board, ORIGIN_ENDS_WITHIN, 0.002)

@@ -246,9 +246,9 @@ class TCPStore(Store):
                     "stopped, or computes without a pause"
                 ) from error
             if isinstance(error, (OSError, ValueError)):
-                raise DistNetworkError(
-                    f"TCPStore: the connection to {where} is lost: {error or type(error).__name__}"
-                ) from error
+                lost = DistNetworkError(f"TCPStore: the connection to {where} is lost: {error or type(error).__name__}")
+                lost.is_lost = True
+                raise lost from error
             raise
         finally:
             self._asks = False

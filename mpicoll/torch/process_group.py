@@ -29,7 +29,7 @@ from mpicoll.torch.named_group import NamedGroup
 from mpicoll.torch.names import DEVICES, NAME
 from mpicoll.torch.sites import DDP, PIPELINING, maker
 from mpicoll.torch.sparse import all_reduce_sparse
-from mpicoll.torch.work import Joint, Work, tensors_in
+from mpicoll.torch.work import Joint, Work, forget_registered, tensors_in
 from mpicoll.torch.world import add_to_world, store_of
 
 Tensor = Any
@@ -428,6 +428,7 @@ class ProcessGroup(NamedGroup):
         Warn of the errors of these calls: the end of a group must not stop half-way.
         """
         group = self.group
+        forget_registered()
         if group.destroyed:
             return
         pending = [

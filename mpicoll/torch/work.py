@@ -22,6 +22,12 @@ _is_input_of_graphs = getattr(_c10d, "_allow_inflight_collective_as_graph_input"
 _registered: set[Work] = set()
 
 
+def forget_registered() -> None:
+    """Remove the Works that are over, and that the program has not waited for, from torch's registry."""
+    for each in tuple(_registered):
+        each.is_completed()
+
+
 def _each(given: Any) -> Iterator[Any]:
     if isinstance(given, torch.Tensor):
         yield given
@@ -64,10 +70,11 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
             _c10d._register_work(tensor, self)
 
     def _unregister(self) -> None:
+        """Remove the Work, which is over. torch's only function that does so waits for all Works of a tensor."""
         self._is_registered = False
         _registered.discard(self)
-        for tensor in self._outputs:  # torch has no other function that removes the Work
-            with contextlib.suppress(Exception):  # of the call, which is raised already
+        for tensor in self._outputs:
+            with contextlib.suppress(Exception):  # of a call, which its own Work raises
                 torch.ops._c10d_functional.wait_tensor(tensor)
 
     def __del__(self, _is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -92,7 +99,10 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
 
     def is_completed(self) -> bool:
         """Return whether the call is complete or failed, as in torch; make progress, and never wait."""
-        return works.is_over(self._work)
+        is_over = works.is_over(self._work)
+        if is_over and self._is_registered:
+            self._unregister()
+        return is_over
 
     def is_success(self) -> bool:
         """Return whether the call is complete without an error."""
@@ -122,6 +132,8 @@ class Work(c10d.Work):  # type: ignore[misc,unused-ignore]
         """
         if self._future is None:
             self._future = _future_of(self._work, self._outputs)
+            if self._is_registered:
+                self._future.add_done_callback(lambda _: self.is_completed())
         return self._future
 
 

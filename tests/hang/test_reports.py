@@ -324,6 +324,12 @@ def other():
     dist.recv(y, 1) if r == 0 else dist.send(y, 0)  # MESSAGE
     time.sleep(0.5)
     {other}  # OTHER
+work = dist.all_reduce(y, async_op=True)
+waiter = threading.Thread(target=work.wait)
+waiter.start()
+time.sleep(0.2 * r)
+dist.all_gather_object([None, None], 1)  # beside a thread that only waits for an earlier call
+waiter.join()
 thread = threading.Thread(target=other, name="loader")
 if r == 0:
     thread.start()

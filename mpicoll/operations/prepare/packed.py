@@ -26,6 +26,8 @@ from mpicoll.operations.prepared import prepared_of
 from mpicoll.operations.work import Work
 from mpicoll.runtime import handler_calls, signals
 
+_HALF = np.dtype(np.float16)
+
 
 @dataclass(slots=True)
 class PackedArrays:
@@ -95,10 +97,11 @@ def _pack_one(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) ->
 
     An all_reduce of 2 KiB takes 0.5 times as long. None: the other function is to look at the arrays.
     """
-    dtype = (recv if send is None else send).dtype
-    if recv is not None and recv.dtype != dtype:
+    given = [each for each in (send, recv) if each is not None]
+    if not given or given[0].dtype != given[-1].dtype:
         return None
-    half = reduces and dtype.char == "e" and dtype.isnative
+    dtype = given[0].dtype
+    half = reduces and dtype.num == _HALF.num and dtype.isnative
     if not half and not is_native(dtype):
         return None
     arrays: list[Any] = []
@@ -113,10 +116,12 @@ def _pack_one(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) ->
             return None
         if half or not is_whole:
             own = scratch(array.shape, WIDE if half else dtype)
+            # The program may set the shape of its array until the result is copied.
+            view = array.reshape(-1).view(np.uint16) if half else array.view()
             if reads and array is send:
-                _copy(array, own, half)
+                _copy(view, own, half)
             if is_result:
-                unpacks.append(partial(_copy, own, array, half))
+                unpacks.append(partial(_copy, own, view, half))
         arrays.append(own)
     moved_send, moved_recv = arrays
     return PackedArrays(moved_send, moved_recv, unpacks, moved_send is send and moved_recv is recv)
@@ -126,9 +131,9 @@ def _copy(source: Any, target: Any, half: bool) -> None:
     if not half:
         target[...] = source
     elif source.dtype == WIDE:
-        narrow("float16", source.reshape(-1), target.reshape(-1).view(np.uint16))
+        narrow("float16", source.reshape(-1), target)
     else:
-        widen("float16", source.reshape(-1).view(np.uint16), target.reshape(-1))
+        widen("float16", source, target.reshape(-1))
 
 
 def _listed(given: Any) -> list[Any]:

@@ -210,6 +210,26 @@ NO_CALLS: dict[str, object] = {
 }
 
 
+class Trainer:
+    """Has methods with the names of a variable of the module, and of a function that its own code calls."""
+
+    def LOG(self) -> None:
+        dist.all_reduce(x)
+
+    def len(self) -> None:
+        dist.all_reduce(x)
+
+    def beat(self) -> None:
+        LOG.info("%d", len(self.__dict__))
+
+    def beat_and_call(self) -> None:
+        self.len()
+
+
+NO_CALLS["a variable with the name of a method"] = Trainer().beat
+CALLS["the same name as an attribute"] = Trainer().beat_and_call
+
+
 def _stop() -> None:
     os.kill(os.getpid(), 2)
 

@@ -44,6 +44,20 @@ def result(send: Any, recv: Any, reads: bool, writes: bool, reduces: bool) -> An
     return sent, None if recv is None else (recv.dtype, recv.tobytes()), found.send is found.recv, found.shares
 
 
+@pytest.mark.parametrize("name", ["column", "float16", "Fortran"])
+@pytest.mark.filterwarnings("ignore:Setting the shape")
+def test_the_program_sets_the_shape_of_its_array_meanwhile(name: str) -> None:
+    """The result goes to the memory of the array, whatever its shape has become."""
+    array = ARRAYS[name]()
+    expected = array / 2
+    found = packed.pack(array, array, True, True, True)
+    assert found is not None
+    found.recv /= 2
+    array.shape = (*array.shape, 1)
+    found.unpack()
+    assert (array[..., 0] == expected).all()
+
+
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("output", [*ARRAYS, "same", "none"])
 @pytest.mark.parametrize("name", [*ARRAYS, "none"])
