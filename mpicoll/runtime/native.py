@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = "19dfc9fc"
+VERSION = "615ba8dc"
 """The CRC-32 of the sources in ``native/``. An extension that was built from other sources is not used."""
 
 

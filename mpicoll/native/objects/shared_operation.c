@@ -35,15 +35,17 @@ static void shared_dealloc(SharedOperation *self)
 
 int shared_take_lock(SharedOperation *self, PyObject *group)
 {
-    PyObject *no[] = {Py_False}, *done = PyObject_Vectorcall(self->acquire, no, 1, NULL);
-    if (done == Py_False) {
-        Py_DECREF(done);
-        done = PyObject_CallMethodNoArgs(group, known.warn_of_threads);
-        if (done == NULL)
+    if (self->order->issued != self->order->moving) { /* a call is under way, maybe of another thread */
+        PyObject *no[] = {Py_False}, *taken = PyObject_Vectorcall(self->acquire, no, 1, NULL);
+        Py_XDECREF(taken); /* a bool, which stays */
+        if (taken != Py_False)
+            return taken == NULL ? -1 : 0;
+        PyObject *warned = PyObject_CallMethodNoArgs(group, known.warn_of_threads);
+        if (warned == NULL)
             return -1;
-        Py_DECREF(done);
-        done = PyObject_CallNoArgs(self->acquire);
+        Py_DECREF(warned);
     }
+    PyObject *done = PyObject_CallNoArgs(self->acquire);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
