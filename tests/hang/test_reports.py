@@ -322,7 +322,7 @@ x, y = np.ones(2), np.ones(2)
 dist.all_reduce(x)
 def other():
     dist.recv(y, 1) if r == 0 else dist.send(y, 0)  # MESSAGE
-    time.sleep(0.5)
+    time.sleep(0.5 if r == 0 else 2)  # rank 0 waits in its barrier meanwhile
     {other}  # OTHER
 work = dist.all_reduce(y, async_op=True)
 waiter = threading.Thread(target=work.wait)

@@ -2,7 +2,7 @@
 
 ranks: 2
 raises: ValueError on all
-says: has not been initialized | The last one was destroyed at | used_after_the_end.py:14
+says: has not been initialized | The last one was destroyed at | used_after_the_end.py:15
 names:
 """
 
