@@ -144,7 +144,10 @@ def test_a_tree_is_compared_with_itself(tmp_path: Path) -> None:
     words = [sys.executable, str(FOLDER / "compare.py"), str(ROOT), str(ROOT), "--quick", "--json", str(file)]
     for more in (["--extension", "auto"], ["--extension", "off", "--engine", "mpi", "--limit", "1e9"]):
         command = [*words, *more, "--rows", "all_reduce 8 B", "--rows", "ping-pong 8 B"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        for _ in range(3):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+            if "(nan)" not in done.stdout:  # else the cores moved between near and far in each pair of a row
+                break
         assert done.returncode == 0, done
         found = json.loads(file.read_text())
         assert list(found["rows"]) == ["all_reduce 8 B", "ping-pong 8 B"]
