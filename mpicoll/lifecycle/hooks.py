@@ -185,9 +185,8 @@ def _excepthook(kind: type[BaseException], value: BaseException, trace: Tracebac
             board.post("printed", None, range(board.size))  # for ranks that wait for this report
             board.flush(0.5)
     if not isinstance(value, (DistError, KeyboardInterrupt)):
-        with contextlib.suppress(
-            Exception
-        ):  # after an error such as MemoryError; the other ranks must hear of this error
+        # After an error such as MemoryError this may fail, and the other ranks must hear of the error.
+        with contextlib.suppress(Exception):
             _say_pending()
     if not ending.because_of_others:
         if isinstance(value, PeerExitedError) and value.ranks:
